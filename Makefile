@@ -1,0 +1,33 @@
+# Each target does its own set-up in .venv; a stamp file there remembers what was installed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-all lint clean
+
+quickstart: $(VENV)/installed-experiments
+	$(BIN)/python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+test-all: lint
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV)
+
+# A new setup.cfg or pyproject.toml makes the stamps old, and only then is anything installed again.
+$(VENV)/installed-%: setup.cfg pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "minite_jax needs Python 3.11 or newer, but '$(PYTHON)' was not found: install it or say PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "minite_jax needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version): say PYTHON=python3.12, say"; exit 1; }
+	$(PYTHON) -m venv $(VENV)

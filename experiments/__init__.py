@@ -1,0 +1,1 @@
+"""Scripts with absl flags: train, sample, evaluate, diagnose, benchmark, convert, tables."""

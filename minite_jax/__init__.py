@@ -1,0 +1,41 @@
+"""minite_jax: reinforcement learning for large language models in native NVFP4, in JAX.
+
+Arrays inside functions end in their shape, one letter for each axis, from this one key:
+
+    B  rollouts (batch rows)      P  prompts                G  samples per prompt
+    T  time (tokens)              S  cache time (keys)      V  vocabulary
+    D  model width                F  feed-forward width     H  query heads
+    N  key/value heads            K  head width             E  experts
+    k  experts chosen per token   Q  16-element blocks of the number format
+
+So `logits_BTV` has shape [batch, time, vocabulary]. Pytrees, scalars and configurations carry no suffix.
+
+Names are loaded when they are first used, so `import minite_jax` takes milliseconds and pulls in neither a
+GPU library nor a plotting one.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_NAMES: dict[str, str] = {
+    "provenance": "minite_jax.metrics.provenance",
+}
+_SUBMODULES = ("checkpoint", "metrics")
+
+__all__ = [*_NAMES, *_SUBMODULES]
+
+
+def __getattr__(name: str):
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

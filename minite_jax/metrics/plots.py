@@ -1,0 +1,181 @@
+"""The plots of a run, made from its `metrics.jsonl` alone."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minite_jax.metrics import names
+from minite_jax.metrics.writer import MetricsError, read_metrics
+from minite_jax.optional import require
+
+STYLE = {
+    "figure.figsize": (7.2, 4.2),
+    "figure.dpi": 130,
+    "font.size": 10.5,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.8,
+    "legend.frameon": False,
+}
+COLOURS = ("#1f6fb4", "#d1495b")  # this run, the run beside it
+
+Rows = list[dict[str, Any]]
+
+
+def plot_metrics(
+    workdir: str | os.PathLike,
+    also: str | os.PathLike | None = None,
+    labels: tuple[str, str] = ("this run", "also"),
+) -> list[Path]:
+    """Draws reward, gap, loss, entropy and held-out accuracy over the steps into `workdir/plots/*.png`.
+
+    The gap's axis is logarithmic with a linear piece around 0, so that an exact zero is a line one can see.
+    Steps with a value that is not finite are marked on the upper edge and counted in the legend.
+
+    Args:
+        workdir: folder of the run (or its `metrics.jsonl`'s folder).
+        also: folder of a second run to draw beside it, for instance one with the naive engine.
+        labels: names of the two runs in the legends; the second is used only with `also`.
+
+    Returns:
+        The files written. A plot none of whose metrics was recorded is left out.
+
+    Raises:
+        MetricsError: a run has no metrics, or they cannot be read.
+        ImportError: matplotlib is not installed; says which extra has it.
+    """
+    runs = [(labels[0], read_metrics(workdir))]
+    if also is not None:
+        runs.append((labels[1], read_metrics(also)))
+    for folder, (_, rows) in zip((workdir, also), runs, strict=False):
+        if not rows:
+            raise MetricsError(f"the metrics of {folder} hold no step yet: nothing to plot")
+    figures: dict[str, Callable] = {
+        "reward": _reward,
+        "gap": _gap,
+        "loss": _loss,
+        "entropy": _entropy,
+        "accuracy": _accuracy,
+    }
+    matplotlib = require("matplotlib", "experiments")
+    backends = require("matplotlib.backends.backend_agg", "experiments")
+    require("matplotlib.figure", "experiments")
+    folder = Path(workdir) / "plots"
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, draw in figures.items():
+        with matplotlib.rc_context(STYLE):
+            # A Figure of its own rather than pyplot: no global state, no display, no change to a notebook's
+            # backend.
+            figure = matplotlib.figure.Figure(layout="constrained")
+            backends.FigureCanvasAgg(figure)
+            axes = figure.add_subplot()
+            if not draw(axes, runs):
+                continue
+            _shade_warm_up(axes, runs[0][1])
+            axes.set_xlabel("step")
+            figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+            written.append(save_figure(figure, folder / f"{name}.png"))
+    return written
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Saves a matplotlib figure under a temporary name and renames it: `path` is never half a picture."""
+    unfinished = path.with_name(path.name + ".tmp")
+    figure.savefig(unfinished, format="png")
+    os.replace(unfinished, path)
+    return path
+
+
+def _reward(axes: Any, runs: list[tuple[str, Rows]]) -> bool:
+    axes.set_title("Mean reward of the rollouts")
+    axes.set_ylabel("reward")
+    return _lines(axes, runs, {names.REWARD_MEAN: ("", "-")})
+
+
+def _loss(axes: Any, runs: list[tuple[str, Rows]]) -> bool:
+    axes.set_title("Loss")
+    axes.set_ylabel("loss (nats per token in the warm-up)")
+    return _lines(axes, runs, {names.LOSS: ("", "-")})
+
+
+def _entropy(axes: Any, runs: list[tuple[str, Rows]]) -> bool:
+    axes.set_title("Entropy of the policy")
+    axes.set_ylabel("entropy per token (nats)")
+    return _lines(axes, runs, {names.ENTROPY: ("", "-")})
+
+
+def _accuracy(axes: Any, runs: list[tuple[str, Rows]]) -> bool:
+    axes.set_title("Accuracy on held-out prompts")
+    axes.set_ylabel("share answered right")
+    axes.set_ylim(-0.03, 1.03)
+    return _lines(
+        axes, runs, {names.ACCURACY_GREEDY: ("greedy", "o-"), names.ACCURACY_SAMPLED: ("T = 1", "s--")}
+    )
+
+
+def _gap(axes: Any, runs: list[tuple[str, Rows]]) -> bool:
+    axes.set_title("Log-prob gap between rollout and update")
+    axes.set_ylabel("|difference| per token (nats)")
+    keys = {names.GAP_MAX: ("max", "-"), names.GAP_MEAN: ("mean", "--")}
+    values = [row[key] for _, rows in runs for row in rows for key in keys if _finite(row.get(key))]
+    if not values:
+        return _lines(axes, runs, keys)
+    positive = [value for value in values if value > 0]
+    # The linear piece ends at the decade below the smallest gap: only an exact 0 lies on the zero line.
+    smallest = 10.0 ** math.floor(math.log10(min(positive))) if positive else 1e-9
+    largest = 10.0 ** math.ceil(math.log10(max(positive))) if positive else 1e-5
+    axes.set_yscale("symlog", linthresh=smallest, linscale=0.6)
+    axes.set_ylim(-smallest, max(largest, 10 * smallest) * 3)
+    first, last = round(math.log10(smallest)), round(math.log10(max(largest, 10 * smallest)))
+    powers = range(first, last + 1, max(1, (last - first) // 6))
+    ticks = {10.0**power: f"$10^{{{power}}}$" for power in powers}
+    axes.set_yticks([0.0, *ticks], ["exactly 0", *ticks.values()])
+    axes.set_yticks([], minor=True)
+    axes.axhline(0.0, color="#444444", linewidth=0.8, zorder=1)
+    return _lines(axes, runs, keys)
+
+
+def _lines(axes: Any, runs: list[tuple[str, Rows]], keys: dict[str, tuple[str, str]]) -> bool:
+    """Draws the given metrics of every run; returns whether there was any."""
+    drawn = False
+    for (run, rows), colour in zip(runs, COLOURS, strict=False):
+        for position, (key, (kind, style)) in enumerate(keys.items()):
+            points = [(row[names.STEP], row[key]) for row in rows if row.get(key) is not None]
+            if not points:
+                continue
+            steps, values = zip(*points, strict=True)
+            label = ", ".join(part for part in (run, kind) if part)
+            bad = [step for step, value in points if not _finite(value)]
+            if bad:
+                label += f" ({len(bad)} not finite: ×)"
+                top = axes.get_xaxis_transform()
+                axes.plot(bad, [0.98] * len(bad), "x", color=colour, transform=top, clip_on=False)
+            shown = [value if _finite(value) else math.nan for value in values]
+            fade = 1.0 if position == 0 else 0.6
+            axes.plot(steps, shown, style, color=colour, alpha=fade, label=label, markersize=4.5)
+            drawn = True
+    return drawn
+
+
+def _shade_warm_up(axes: Any, rows: Rows) -> None:
+    """Shades the supervised steps, where a run has both phases."""
+    phases = {row.get(names.PHASE) for row in rows}
+    if {"sft", "rl"} <= phases:
+        last = max(row[names.STEP] for row in rows if row.get(names.PHASE) == "sft")
+        left, right = axes.get_xlim()
+        if axes.dataLim.x0 <= last:
+            axes.axvspan(left, last + 0.5, color="#f3efe2", zorder=0, label="supervised warm-up")
+            axes.set_xlim(left, right)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
