@@ -82,7 +82,9 @@ def plot_metrics(
                 continue
             _shade_warm_up(axes, runs[0][1])
             axes.set_xlabel("step")
-            figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+            entries = len(axes.get_legend_handles_labels()[0])
+            columns = 2 if entries > 3 else 3  # four entries fill their columns run by run
+            figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
             written.append(save_figure(figure, folder / f"{name}.png"))
     return written
 

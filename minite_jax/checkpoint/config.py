@@ -1,0 +1,83 @@
+"""The configuration beside a checkpoint: stored as JSON, compared field by field before a restore."""
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from minite_jax.checkpoint.errors import CheckpointError
+from minite_jax.checkpoint.leaves import shorten
+
+_ABSENT = object()
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """Returns a configuration as plain JSON data: tuples become lists, keys strings.
+
+    Args:
+        config: a mapping, a dataclass, or an ml_collections ConfigDict, nested as you like.
+
+    Raises:
+        TypeError: a value cannot be written as JSON, or `config` is none of the above; names the field.
+    """
+    plain = _plain(config, "config")
+    if not isinstance(plain, dict):
+        raise TypeError(f"a configuration is a mapping or a dataclass, not a {type(config).__name__}")
+    return plain
+
+
+def _plain(value: Any, field: str) -> Any:
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{field}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{field}[{index}]") for index, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"{field} is a {type(value).__name__}, which JSON cannot hold: use numbers, strings, lists, mappings"
+    )
+
+
+def check_config(where: str, stored: Mapping[str, Any], config: Any, may_differ: Collection[str]) -> None:
+    """Compares the configuration of a checkpoint with the one at hand.
+
+    Args:
+        where: the checkpoint, for the message.
+        stored: plain configuration that the checkpoint was made with.
+        config: the configuration at hand.
+        may_differ: dotted fields that need not agree; a field stands for everything below it.
+
+    Raises:
+        CheckpointError: other fields differ; names them with both values.
+    """
+    before, now = flat_fields(stored), flat_fields(to_plain(config))
+    problems = []
+    for field in sorted({*before, *now}):
+        allowed = any(field == free or field.startswith(f"{free}.") for free in may_differ)
+        old, new = before.get(field, _ABSENT), now.get(field, _ABSENT)
+        # As JSON text, so that nan equals nan, and 1 is neither True nor 1.0.
+        if not allowed and _text(old) != _text(new):
+            problems.append(f"{field} was {_text(old)} and is {_text(new)}")
+    if problems:
+        raise CheckpointError(
+            f"{where} comes from another configuration: {shorten(problems)}; use that one or a new --workdir"
+        )
+
+
+def flat_fields(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested mappings as one, with dotted names. Empty mappings are kept as values."""
+    flat: dict[str, Any] = {}
+    for key, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flat_fields(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _text(value: Any) -> str:
+    return "absent" if value is _ABSENT else json.dumps(value)
