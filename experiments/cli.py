@@ -1,0 +1,196 @@
+"""The command line of every script: shared flags, and mistakes answered in one line.
+
+    _CONFIG = cli.config_flag()
+    _WORKDIR = cli.workdir_flag()
+
+    def main(argv): ...
+
+    if __name__ == "__main__":
+        cli.run(main, config="configs/quickstart.py")
+
+A wrong flag, a misspelt configuration field or an unusable file ends the script with one line on stderr that
+says what is wrong and how to mend it, and a status that is not 0. `--traceback` shows where such an error was
+raised.
+"""
+
+import difflib
+import functools
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from minite_jax.checkpoint.config import flat_fields, to_plain
+from minite_jax.errors import UserError
+from minite_jax.optional import require
+
+# Errors that mean wrong input rather than a mistake in the code, as long as their message is one line.
+_EXPECTED = (UserError, OSError, ValueError, NotImplementedError, ImportError)
+_TRACEBACK = flags.DEFINE_bool(
+    "traceback", False, "Show the traceback of errors that are one line otherwise."
+)
+
+
+@functools.cache
+def config_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--config=FILE` and `--config.field=value`; a second call gives the same flag."""
+    config_flags = require("ml_collections.config_flags.config_flags", "experiments")
+    # No default here: it would be read while the flag is defined, before anybody can catch what is wrong.
+    return config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "Configuration file; --config.field=value changes one field.",
+        flag_values,
+        lock_config=True,
+    )
+
+
+@functools.cache
+def workdir_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--workdir`, the folder that a run writes into; a second call gives the same flag."""
+    return flags.DEFINE_string(
+        "workdir", None, "Folder of the run: config.json, metrics.jsonl, checkpoints/, plots/.", flag_values
+    )
+
+
+def run(main: Callable[[list[str]], Any], config: str | None = None, required: tuple[str, ...] = ()) -> None:
+    """Parses `sys.argv`, calls `main(argv)` and ends the process with its status.
+
+    Args:
+        main: the script; `argv` has the program's name alone, since positional arguments are refused.
+        config: file that `--config` stands for when the command line has none.
+        required: names of flags that must be given.
+    """
+    if config is not None and not any(re.fullmatch(r"--?config(=.*)?", each) for each in sys.argv[1:]):
+        sys.argv.insert(1, f"--config={config}")  # ml_collections looks for its overrides in sys.argv itself
+    app.run(functools.partial(call, main), flags_parser=functools.partial(parse, required=required))
+
+
+def call(main: Callable[[list[str]], Any], argv: list[str]) -> Any:
+    """Runs `main`, and ends the process with one line if that raises an error that is the user's to mend."""
+    try:
+        return main(argv)
+    except KeyboardInterrupt:
+        fail("interrupted", status=130)
+    except _EXPECTED as error:
+        line = str(error)
+        if _TRACEBACK.value or not line or "\n" in line:
+            raise  # many lines: not one of ours, so the traceback is wanted
+        fail(line)
+
+
+def parse(
+    argv: list[str], flag_values: flags.FlagValues = flags.FLAGS, required: tuple[str, ...] = ()
+) -> list[str]:
+    """Parses the command line; ends the process with one line if it is wrong.
+
+    Args:
+        argv: the command line, program name first.
+        flag_values: where the flags are defined.
+        required: names of flags that must be given.
+
+    Returns:
+        What is left of the command line: the program's name.
+    """
+    try:
+        rest = flag_values(argv)
+        if "config" in flag_values and flag_values["config"].value is not None:
+            # A file that cannot be loaded is kept as an object whose attributes raise what went wrong.
+            to_plain(flag_values["config"].value)
+    except (
+        Exception
+    ) as error:  # ml_collections lets KeyError, AttributeError, TypeError, OSError, ... through
+        fail(explain(error, argv))
+    if len(rest) > 1:
+        fail(f"{rest[1]!r} is no flag: flags look like --name=value")
+    missing = [name for name in required if flag_values[name].value is None]
+    if missing:
+        fail(
+            f"--{missing[0]} is missing: give --{missing[0]}=... ({flag_values[missing[0]].help.rstrip('.')})"
+        )
+    return rest
+
+
+def explain(error: BaseException, argv: list[str]) -> str:
+    """Returns one line that says what is wrong with a command line whose parsing raised `error`."""
+    file = _config_file(argv)
+    if file is not None:
+        path, _, argument = file.partition(":")
+        if not Path(path).is_file():
+            near = difflib.get_close_matches(
+                Path(path).name, [each.name for each in Path(path).parent.glob("*.py")]
+            )
+            hint = (
+                f"did you mean {Path(path).parent / near[0]}?"
+                if near
+                else "give the path of a file with get_config()"
+            )
+            return f"there is no configuration file {path}: {hint}"
+        try:
+            config = _load_config(path, argument)
+        except SyntaxError as mistake:
+            return f"{mistake.filename}, line {mistake.lineno}: {mistake.msg}"
+        except Exception as mistake:
+            return f"{path} could not be read as a configuration: {_first_line(mistake)}"
+        fields = flat_fields(config)
+        for name in _overrides(argv):
+            sections = {
+                field.rsplit(".", depth)[0] for field in fields for depth in range(1, field.count(".") + 1)
+            }
+            if name not in fields and name not in sections:
+                return f"unknown field --config.{name}{_suggest(name, list(fields), path)}"
+    message = _first_line(error)
+    unknown = re.fullmatch(r"Unknown command line flag '([^']*)'\.?(?: Did you mean: (.*?) ?\?)?", message)
+    if unknown:
+        name, near = unknown.groups()
+        names = " or ".join(f"--{each.strip()}" for each in near.split(",")) if near else None
+        return f"unknown flag --{name}: " + (f"did you mean {names}?" if names else "--help lists the flags")
+    return message
+
+
+def fail(message: str, status: int = 1) -> None:
+    """Ends the process with `message` as the one line on stderr."""
+    print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _suggest(name: str, fields: list[str], path: str) -> str:
+    # A field of the same name in another section is as likely as a misspelt one.
+    last = name.rsplit(".", 1)[-1]
+    near = [field for field in fields if field.rsplit(".", 1)[-1] == last]
+    near += [field for field in difflib.get_close_matches(name, fields, n=3, cutoff=0.6) if field not in near]
+    if near:
+        return ": did you mean " + " or ".join(f"--config.{field}" for field in near[:3]) + "?"
+    return f": {path} lists the fields"
+
+
+def _config_file(argv: list[str]) -> str | None:
+    for index, argument in enumerate(argv[1:], start=1):
+        if match := re.fullmatch(r"--?config=(.*)", argument):
+            return match[1]
+        if re.fullmatch(r"--?config", argument) and index + 1 < len(argv):
+            return argv[index + 1]
+    return None
+
+
+def _overrides(argv: list[str]) -> list[str]:
+    matches = (re.match(r"--?config\.([^=]+)", argument) for argument in argv[1:])
+    return [
+        re.sub(r"\[.*?\]", "", match[1]) for match in matches if match
+    ]  # `field[0]` is an entry of `field`
+
+
+def _load_config(path: str, argument: str) -> dict[str, Any]:
+    namespace = runpy.run_path(path)
+    if "get_config" not in namespace:
+        raise ValueError("it has no function get_config()")
+    return to_plain(namespace["get_config"](*([argument] if argument else [])))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

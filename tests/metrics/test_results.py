@@ -1,0 +1,159 @@
+"""Result files: checked when written and when read, "not run" where nobody ran it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from minite_jax.metrics import results
+from minite_jax.metrics.results import (
+    ResultsError,
+    format_cell,
+    plot_results,
+    read_results,
+    to_markdown,
+    write_results,
+)
+
+COLUMNS = [
+    {"key": "shape", "label": "Shape", "unit": ""},
+    {"key": "time", "label": "Time", "unit": "us"},
+    {"key": "b300", "label": "B300", "unit": "us"},
+    {"key": "ratio", "label": "Against bf16", "unit": "x"},
+]
+ROWS = [
+    {"shape": "8192 x 4096", "time": np.float32(1234.5), "b300": None, "ratio": 1.53},
+    {"shape": "a|b", "time": math.nan, "b300": None, "ratio": None},
+]
+PROVENANCE = {
+    "device": "NVIDIA H200",
+    "device_count": 2,
+    "versions": {"jax": "0.11.2"},
+    "revision": "0123456789abcdef",
+    "dirty": True,
+    "date": "2026-11-29T20:00:00+00:00",
+    "command": "python -m experiments.benchmark",
+}
+
+
+def write(path, **changes):
+    given = {"name": "matmul", "title": "Matmul", "columns": COLUMNS, "rows": ROWS, "provenance": PROVENANCE}
+    return write_results(path, **(given | changes))
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "new" / "matmul.json"
+    written = write(path, notes="One run.")
+    read = read_results(path)
+    assert str(read) == str(written)  # as text, since nan is not equal to itself
+    assert read["rows"][0] == {"shape": "8192 x 4096", "time": 1234.5, "b300": None, "ratio": 1.53}
+    assert math.isnan(read["rows"][1]["time"])
+    assert json.loads(path.read_text())["rows"][1]["time"] == "NaN"
+    assert [each.name for each in path.parent.iterdir()] == ["matmul.json"]
+
+
+def test_provenance_of_this_process_by_default(tmp_path):
+    found = write(tmp_path / "x.json", provenance=None)["provenance"]
+    assert {"device", "versions", "revision", "date", "command"} <= set(found)
+
+
+def test_markdown_says_units_origin_and_not_run(tmp_path):
+    text = to_markdown(write(tmp_path / "x.json", notes="One run."))
+    lines = text.splitlines()
+    assert lines[0] == "### Matmul"
+    assert lines[2] == "| Shape | Time (us) | B300 (us) | Against bf16 (x) |"
+    assert lines[3] == "| --- | ---: | --- | ---: |"
+    assert lines[4] == "| 8192 x 4096 | 1,234 | not run | 1.530 |"
+    assert lines[5] == r"| a\|b | nan | not run | not run |"
+    assert "One run." in lines
+    origin = (
+        "*2 x NVIDIA H200; jax 0.11.2; revision 0123456789ab with local changes; 2026-11-29T20:00:00+00:00;"
+    )
+    assert lines[-1] == f"{origin} `python -m experiments.benchmark`*"
+
+
+def test_cells():
+    shown = {
+        None: "not run",
+        True: "yes",
+        33540: "33,540",
+        1e-8: "1.000e-08",
+        0.0: "0.0",
+        0.01234: "0.01234",
+        "x": "x",
+    }
+    assert {value: format_cell(value) for value in shown} == shown
+
+
+def test_plot(tmp_path):
+    path = tmp_path / "x.png"
+    assert plot_results(write(tmp_path / "x.json"), path) == path
+    assert path.read_bytes().startswith(b"\x89PNG")
+    empty = [{**row, "time": None, "ratio": None} for row in ROWS]
+    assert plot_results(write(tmp_path / "y.json", rows=empty), tmp_path / "y.png") is None
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["x.json", "x.png", "y.json"]
+
+
+def test_plot_labels_every_cell(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(results, "save_figure", lambda figure, path: figures.append(figure) or path)
+    plot_results(write(tmp_path / "x.json"), tmp_path / "x.png")
+    panels = figures[0].axes
+    assert [axes.get_xlabel() for axes in panels] == ["Time (us)", "Against bf16 (x)"]
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == ["8192 x 4096", "a|b"]
+    assert [text.get_text() for text in panels[0].texts] == ["1,234", "nan"]
+    assert [text.get_text() for text in panels[1].texts] == ["1.530", "not run"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"name": "a b"}, "name 'a b' is not letters"),
+        ({"columns": []}, "columns is not a list with entries"),
+        (
+            {"columns": [{"key": "shape", "label": "Shape"}]},
+            "column 1 is not an object of key, label and unit",
+        ),
+        ({"columns": [COLUMNS[0], COLUMNS[0]]}, "two columns have the same key"),
+        ({"rows": [{"shape": "x", "time": 1.0}]}, r"row 1 lacks b300, ratio \(null means 'not run'\)"),
+        ({"rows": [ROWS[0] | {"extra": 1}]}, "row 1 has extra, which is no column"),
+        ({"rows": [ROWS[0] | {"time": [1.0]}]}, "row 1: a metric is a scalar"),
+        ({"provenance": {"device": "x"}}, "provenance lacks command, date, revision, versions"),
+        ({"provenance": PROVENANCE | {"revision": None}}, "provenance.revision is not a string"),
+    ],
+)
+def test_a_wrong_table_is_not_written(tmp_path, changes, problem):
+    with pytest.raises(ResultsError, match=problem) as caught:
+        write(tmp_path / "x.json", **changes)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda content: [], "it is not a JSON object"),
+        (lambda content: content | {"schema_version": 2}, "schema_version is 2, this version reads 1"),
+        (lambda content: content | {"colour": 1}, "unknown field colour"),
+        (lambda content: {k: v for k, v in content.items() if k != "title"}, "title missing"),
+        (
+            lambda content: content | {"rows": [{"shape": {}, "time": 1, "b300": 1, "ratio": 1}]},
+            "dict is no scalar",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, change, problem):
+    path = tmp_path / "x.json"
+    write(path)
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ResultsError, match=problem):
+        read_results(path)
+
+
+def test_unreadable_files_are_one_line(tmp_path):
+    with pytest.raises(ResultsError, match="cannot read .*no.json: No such file or directory; give the path"):
+        read_results(tmp_path / "no.json")
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ResultsError, match="x.json is not JSON .*: mend it or run its benchmark again"):
+        read_results(tmp_path / "x.json")
