@@ -1,0 +1,80 @@
+"""Quantise to NVFP4 and back."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import numerics
+from pallas_kernels.nvfp4 import formats
+from pallas_kernels.nvfp4.array import Nvfp4Array, block_scale_values, unpack_codes
+from pallas_kernels.nvfp4.blocks import outer_scale_shape
+from pallas_kernels.nvfp4.fp8_exact import quantize_fp8_exact
+from pallas_kernels.nvfp4.rules import ScaleRule
+from pallas_kernels.nvfp4.te import quantize_te
+
+
+def quantize(
+    x: Float[Array, "..."],
+    rule: ScaleRule,
+    *,
+    key: jax.Array | None = None,
+    amax: Float[Array, "..."] | None = None,
+) -> Nvfp4Array:
+    """Quantises to NVFP4 along the last axis.
+
+    The bits of the result depend on x and the rule alone: they are the same eagerly, under jit, inside a
+    gradient, and for a row alone or in a batch (with one outer scale per row). Gradients do not flow through:
+    put a straight-through rule around.
+
+    Args:
+      x: float32 or bfloat16 [..., M, K], K a multiple of 16; M too where the rule has 16x16 blocks. Subnormal
+        numbers count as zero, and so does a row (or matrix) whose largest magnitude is below 2^-100. Infinity
+        or NaN makes the outer scale of its row (or matrix) NaN, and no other.
+      rule: how scales are chosen; static.
+      key: a JAX random key for stochastic rounding of the codes; None rounds to nearest even. With
+        `fp8_exact` no element saturates, so the rounding is unbiased. With "te" the scales are those of
+        nearest rounding, and an element above 6 x its scale saturates, as in TransformerEngine.
+      amax: float32 [..., M] or [...] (as the rule's outer scale): use these largest magnitudes in place of
+        x's own, for a matrix of which x is one shard. Larger elements saturate.
+
+    Raises:
+      ValueError: a shape or dtype that the format cannot hold, or `key` with `four_over_six`.
+    """
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"quantize takes float32 or bfloat16, got {x.dtype}; cast it first")
+    if x.ndim < 2 or x.shape[-1] == 0 or x.shape[-1] % formats.BLOCK:
+        raise ValueError(f"quantize needs [..., M, K], K a multiple of 16, got {x.shape}; pad K with zeros")
+    if x.shape[-2] % rule.block[0]:
+        raise ValueError(f"16x16 blocks need M to be a multiple of 16, got {x.shape}; use block=(1, 16)")
+    outer_shape = outer_scale_shape(x.shape, rule)
+    if amax is not None and jnp.shape(amax) != outer_shape:
+        raise ValueError(f"amax has shape {jnp.shape(amax)}, outer={rule.outer!r} needs {outer_shape}")
+    if key is not None and rule.four_over_six is not None:
+        raise ValueError("four_over_six compares errors of nearest rounding; leave it or the key out")
+    x = lax.stop_gradient(x).astype(jnp.float32)
+    if rule.family == "fp8_exact":
+        return quantize_fp8_exact(x, rule, key, amax)
+    return quantize_te(x, rule, key, amax)
+
+
+def dequantize(q: Nvfp4Array, dtype=jnp.float32) -> Float[Array, "..."]:
+    """code x (block_scale x outer_scale), in float32, in that order.
+
+    Args:
+      q: NVFP4 array of shape [..., M, K].
+      dtype: float32, or bfloat16 (rounded to nearest even at the end; exact where outer scales are powers of
+        two).
+
+    Raises:
+      ValueError: another dtype.
+    """
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"dequantize gives float32 or bfloat16, not {jnp.dtype(dtype)}")
+    block_scale = block_scale_values(q)
+    outer = q.outer_scale[..., None] if q.outer_per_row else q.outer_scale[..., None, None]
+    scale = block_scale * outer
+    codes = formats.e2m1_to_float32(unpack_codes(q.codes)).reshape(*scale.shape, formats.BLOCK)
+    # The caller may add something to these products, which must not become multiply-adds.
+    x = numerics.separate_product(codes * scale[..., None]).reshape(q.shape)
+    return x if dtype == jnp.float32 else numerics.round_to_bfloat16(x)
