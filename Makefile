@@ -27,7 +27,7 @@ $(VENV)/installed-%: setup.cfg pyproject.toml | $(BIN)/python
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { \
-	  echo "minite_jax needs Python 3.11 or newer, but '$(PYTHON)' was not found: install it or say PYTHON=..."; exit 1; }
+	  echo "minite_jax needs Python 3.11 or newer, but '$(PYTHON)' was not found: install it, or name another with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "minite_jax needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version): say PYTHON=python3.12, say"; exit 1; }
+	  echo "minite_jax needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version): name a newer one with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -1,8 +1,9 @@
 """The plots of a run, made from its `metrics.jsonl` alone."""
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,11 @@ def plot_metrics(
         "entropy": _entropy,
         "accuracy": _accuracy,
     }
-    matplotlib = require("matplotlib", "experiments")
-    backends = require("matplotlib.backends.backend_agg", "experiments")
-    require("matplotlib.figure", "experiments")
     folder = Path(workdir) / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, draw in figures.items():
-        with matplotlib.rc_context(STYLE):
-            # A Figure of its own rather than pyplot: no global state, no display, no change to a notebook's
-            # backend.
-            figure = matplotlib.figure.Figure(layout="constrained")
-            backends.FigureCanvasAgg(figure)
+        with new_figure() as figure:
             axes = figure.add_subplot()
             if not draw(axes, runs):
                 continue
@@ -87,6 +81,26 @@ def plot_metrics(
             figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
             written.append(save_figure(figure, folder / f"{name}.png"))
     return written
+
+
+@contextlib.contextmanager
+def new_figure(**settings: Any) -> Iterator[Any]:
+    """Gives a matplotlib figure in the style of the project, which holds inside the `with` block.
+
+    Args:
+        **settings: matplotlib's rc settings on top of the style, with `_` for `.` (`figure_figsize=(8, 3)`).
+
+    Raises:
+        ImportError: matplotlib is not installed; says which extra has it.
+    """
+    matplotlib = require("matplotlib", "experiments")
+    canvas = require("matplotlib.backends.backend_agg", "experiments")
+    shape = require("matplotlib.figure", "experiments")
+    with matplotlib.rc_context(STYLE | {key.replace("_", "."): value for key, value in settings.items()}):
+        # Not pyplot: that has global state, wants a display and would change a notebook's backend.
+        figure = shape.Figure(layout="constrained")
+        canvas.FigureCanvasAgg(figure)
+        yield figure
 
 
 def save_figure(figure: Any, path: Path) -> Path:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from minite_jax.errors import UserError
-from minite_jax.metrics.plots import COLOURS, STYLE, save_figure
+from minite_jax.metrics.plots import COLOURS, new_figure, save_figure
 from minite_jax.metrics.provenance import provenance as current_provenance
 from minite_jax.metrics.writer import decode_scalar, encode_scalar
-from minite_jax.optional import require
 
 SCHEMA_VERSION = 1
 NOT_RUN = "not run"
@@ -140,15 +139,8 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike) -> Path | 
         " ".join(format_cell(row[key]) for key in texts) or str(number) for number, row in enumerate(rows, 1)
     ]
     units = list(dict.fromkeys(column["unit"] for column in columns))
-    matplotlib = require("matplotlib", "experiments")
-    backends = require("matplotlib.backends.backend_agg", "experiments")
-    require("matplotlib.figure", "experiments")
-    with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
-        height = sum(
-            0.8 + len(rows) * (0.2 + 0.22 * sum(c["unit"] == unit for c in columns)) for unit in units
-        )
-        figure = matplotlib.figure.Figure(figsize=(8.0, max(2.6, height + 0.8)), layout="constrained")
-        backends.FigureCanvasAgg(figure)
+    height = sum(0.8 + len(rows) * (0.2 + 0.22 * sum(c["unit"] == unit for c in columns)) for unit in units)
+    with new_figure(figure_figsize=(8.0, max(2.6, height + 0.8)), axes_grid_axis="x") as figure:
         figure.suptitle(results["title"], fontweight="bold", x=0.01, ha="left")
         panels = figure.subplots(len(units), 1, squeeze=False)[:, 0]
         for axes, unit in zip(panels, units, strict=True):
