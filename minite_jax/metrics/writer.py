@@ -144,7 +144,7 @@ class JsonlWriter:
         try:
             written = self._file.write(line)
             if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes fitted")
+                raise OSError(f"only {written} of {len(line)} bytes fitted: is the disk full?")
         except OSError as error:
             os.truncate(self.path, end)  # half a line would spoil the file for every reader
             reason = error.strerror or error
