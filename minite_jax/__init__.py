@@ -21,8 +21,19 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it.
 _NAMES: dict[str, str] = {
     "provenance": "minite_jax.metrics.provenance",
+    "ModelConfig": "minite_jax.model.config",
+    "forward": "minite_jax.model.forward",
+    "token_log_probs": "minite_jax.model.forward",
+    "init_params": "minite_jax.model.params",
+    "num_params": "minite_jax.model.params",
+    "Policy": "minite_jax.model.policy",
+    "prepare": "minite_jax.model.policy",
+    "recipe": "minite_jax.precision.recipe",
+    "Rollouts": "minite_jax.sampler.sampling",
+    "SamplingParams": "minite_jax.sampler.sampling",
+    "sample": "minite_jax.sampler.sampling",
 }
-_SUBMODULES = ("checkpoint", "metrics")
+_SUBMODULES = ("checkpoint", "diagnostics", "learner", "metrics", "model", "precision", "sampler", "tasks")
 
 __all__ = [*_NAMES, *_SUBMODULES]
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
+@jax.custom_jvp
 def round_to_bfloat16(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Rounds float32 to the nearest bfloat16, ties to even, by integer operations on the bits.
 
@@ -24,7 +25,8 @@ def round_to_bfloat16(x: Float[Array, "..."]) -> Float[Array, "..."]:
       x: float32 array of any shape. Infinities stay; NaN stays NaN; values beyond the largest bfloat16 become infinite.
 
     Returns:
-      bfloat16 array of the same shape. The final cast is exact, so that dropping it is harmless.
+      bfloat16 array of the same shape. The final cast is exact, so that dropping it is harmless. The derivative goes straight through,
+      as that of a cast does (bit operations alone would have none).
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     round_up = jnp.uint32(0x7FFF) + ((bits >> 16) & 1)
@@ -32,6 +34,11 @@ def round_to_bfloat16(x: Float[Array, "..."]) -> Float[Array, "..."]:
     is_nan = (bits & jnp.uint32(0x7FFFFFFF)) > jnp.uint32(0x7F800000)
     rounded = jnp.where(is_nan, jnp.uint32(0x7FC00000), rounded)
     return lax.bitcast_convert_type(rounded, jnp.float32).astype(jnp.bfloat16)
+
+
+@round_to_bfloat16.defjvp
+def _round_to_bfloat16_jvp(primals, tangents):
+    return round_to_bfloat16(*primals), tangents[0].astype(jnp.bfloat16)
 
 
 def separate_product(product: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -1,0 +1,107 @@
+"""From a configuration to the objects that a run is made of. Wrong values end in one line that names the field."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+import minite_jax as mt
+from minite_jax.errors import UserError
+from minite_jax.learner import OptimizerConfig, grpo_loss, make_optimizer, make_update, negative_log_likelihood
+from minite_jax.model.policy import check_recipe
+from minite_jax.sampler import Rollouts, SamplingParams
+from minite_jax.sampler.sampling import generate, pad_prompts
+from minite_jax.tasks import TASKS, Task
+
+ENGINES = ("aligned", "naive")
+REWARDS = ("task", "random")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a run is made of. See `build`."""
+
+    model: mt.ModelConfig
+    recipe: "mt.precision.Recipe"
+    task: Task
+    sampling: SamplingParams
+    engine: str
+    sft_optimizer: object
+    rl_optimizer: object
+    sft_update: Callable
+    rl_update: Callable
+
+
+def _section(config, name: str, make: Callable):
+    """Calls `make` with a section's fields; what it refuses is reported with the section's name."""
+    try:
+        return make(**dict(config[name]))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--config.{name}: {error}") from error
+
+
+def _choice(name: str, value: str, choices) -> str:
+    if value not in choices:
+        raise UserError(f"--config.{name}={value}: choose one of {', '.join(choices)}")
+    return value
+
+
+def build(config) -> Setup:
+    """Makes model shape, recipe, task, sampling parameters, optimisers and the two updates of a configuration.
+
+    Raises:
+      UserError: a value that does not fit; one line that names the field.
+    """
+    model = _section(config, "model", mt.ModelConfig)
+    recipe = _section(config, "recipe", mt.recipe)
+    task_fields = dict(config.task)
+    _choice("task.name", task_fields.pop("name"), TASKS)
+    task = _section(dict(task=task_fields), "task", TASKS[config.task.name])
+    sampler = dict(config.sampler)
+    engine = _choice("sampler.engine", sampler.pop("engine"), ENGINES)
+    sampler["n"] = sampler.pop("samples")
+    sampling = _section(dict(sampler=sampler | dict(stop_ids=task.stop_ids)), "sampler", SamplingParams)
+    _choice("rl.reward", config.rl.reward, REWARDS)
+    try:
+        check_recipe(model, recipe)
+    except ValueError as error:
+        raise UserError(f"--config.recipe: {error}") from error
+    if model.vocab_size < task.vocab_size:
+        raise UserError(f"--config.model.vocab_size={model.vocab_size}: the task's tokenizer has {task.vocab_size} tokens")
+
+    sft_optimizer = make_optimizer(_section(config.sft, "optimizer", OptimizerConfig))
+    rl_optimizer = make_optimizer(_section(config.rl, "optimizer", OptimizerConfig))
+    learner = dict(config.learner)
+    micro_batches = learner["micro_batches"]
+    for name, rows in (
+        ("sft.batch_size", config.sft.batch_size),
+        ("rl.prompts * sampler.samples", config.rl.prompts * sampling.n),
+    ):
+        if micro_batches < 1 or rows % micro_batches:
+            raise UserError(f"--config.learner.micro_batches={micro_batches}: must divide {name}={rows}")
+
+    def rl_loss(log_probs, batch):
+        return grpo_loss(
+            log_probs, batch.sampler_log_probs, batch.advantages, clip_low=config.rl.clip_low, clip_high=config.rl.clip_high
+        )
+
+    return Setup(
+        model=model, recipe=recipe, task=task, sampling=sampling, engine=engine,
+        sft_optimizer=sft_optimizer, rl_optimizer=rl_optimizer,
+        sft_update=make_update(sft_optimizer, lambda log_probs, _: negative_log_likelihood(log_probs), **learner),
+        rl_update=make_update(rl_optimizer, rl_loss, truncation=sampling.truncation, **learner),
+    )  # fmt: skip
+
+
+def sample_prompts(
+    setup: Setup, policy, params, prompts: list[list[int]], key, sampling: SamplingParams, engine: str
+) -> Rollouts:
+    """Samples with the aligned sampler (from `policy`) or with the naive engine (from the float32 `params`)."""
+    tokens_PL, length_P = pad_prompts(prompts, setup.model.vocab_size)
+    request_P = jnp.asarray(np.arange(len(prompts), dtype=np.uint32))
+    if engine == "aligned":
+        return generate(policy, tokens_PL, length_P, request_P, key, sampling)
+    from experiments.baselines import naive_engine
+
+    return naive_engine.generate(params, setup.model, setup.recipe, tokens_PL, length_P, request_P, key, sampling)

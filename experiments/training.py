@@ -1,0 +1,228 @@
+"""The training run: supervised warm-up, then GRPO, with checkpoints, evaluation and metrics. `train.py` and `sft.py` call it."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.build import Setup, build, sample_prompts
+from experiments.console import Console, Interrupt
+from experiments.evaluation import evaluate
+from minite_jax import checkpoint
+from minite_jax.checkpoint.config import to_plain
+from minite_jax.errors import UserError
+from minite_jax.learner import TrainState, init_state
+from minite_jax.metrics import names
+from minite_jax.metrics.plots import plot_metrics
+from minite_jax.metrics.writer import make_writer
+from minite_jax.model import init_params, pack
+from minite_jax.rollout import choose_problems, demonstration_batch, reward_rollouts, rollout_batch
+
+SFT, RL = 0, 1
+
+# Fields that a resumed run may change: they touch no number of the steps already done, nor the bits of those to come.
+_MAY_CHANGE_ON_RESUME = ("rl.steps", "eval", "checkpoint", "tensorboard", "plot_beside")
+# A warm-up serves any run of the same model, recipe and task.
+_MAY_DIFFER_FROM_WARMUP = (
+    "seed",
+    "init_from",
+    "plot_beside",
+    "sft",
+    "rl",
+    "sampler",
+    "learner",
+    "eval",
+    "checkpoint",
+    "tensorboard",
+)
+# How often an extended warm-up looks whether it is good enough.
+_EXTEND_BY = 100
+
+
+@flax.struct.dataclass
+class RunState:
+    """What a checkpoint holds.
+
+    Attributes:
+      train: masters, optimiser, number of updates over all phases.
+      phase: [] int32, `SFT` or `RL`.
+      phase_step: [] int32, updates done in this phase.
+    """
+
+    train: TrainState
+    phase: jax.Array
+    phase_step: jax.Array
+
+
+class Run:
+    """One training run in one folder."""
+
+    def __init__(self, config, workdir: str | os.PathLike):
+        self.config = config
+        self.workdir = Path(workdir)
+        self.setup: Setup = build(config)
+        self.key = jax.random.key(config.seed)
+        self._pack = jax.jit(pack, static_argnums=(1, 2))
+        self.state = self._first_state()
+        self.resumed = checkpoint.latest_step(self.workdir) is not None
+        if self.resumed:
+            self.state = checkpoint.restore(self.workdir, self.state, config, may_differ=_MAY_CHANGE_ON_RESUME)
+        elif config.init_from:
+            self._start_from_warmup(Path(config.init_from))
+        self._evaluation: tuple[int, dict] = (-1, {})  # the step it was made at
+
+    def _first_state(self) -> RunState:
+        params = init_params(self.setup.model, self.key)
+        return RunState(train=init_state(params, self.setup.sft_optimizer), phase=jnp.int32(SFT), phase_step=jnp.int32(0))
+
+    def _start_from_warmup(self, folder: Path) -> None:
+        warm = checkpoint.restore(folder / "warmup", self.state, self.config, may_differ=_MAY_DIFFER_FROM_WARMUP)
+        # Supervised training goes on with a fresh optimiser; with no supervised steps, reinforcement learning begins.
+        restarted = init_state(warm.train.params, self.setup.sft_optimizer)
+        self.state = RunState(train=restarted.replace(step=warm.train.step), phase=jnp.int32(SFT), phase_step=jnp.int32(0))
+
+    @property
+    def step(self) -> int:
+        return int(self.state.train.step)
+
+    def __call__(self) -> dict:
+        """Runs to the end, or to an interrupt, and returns the last evaluation."""
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self.writer = make_writer(
+            self.workdir, resume_step=self.step if self.resumed else None, tensorboard=self.config.tensorboard
+        )
+        _write_json(self.workdir / "config.json", to_plain(self.config))
+        self.console = Console(total=self.config.sft.steps + self.config.rl.steps)
+        self.console.describe(self.setup, self.workdir, self.step if self.resumed else None)
+        self.policy = self._pack(self.state.train.params, self.setup.model, self.setup.recipe)
+        try:
+            with Interrupt() as self.interrupt:
+                if int(self.state.phase) == SFT:
+                    self._supervised()
+                if int(self.state.phase) == RL:
+                    self._reinforcement()
+        except InterruptedError:
+            self._save()
+            raise UserError(f"interrupted after step {self.step}, which is saved: run the same command again to go on") from None
+        finally:
+            self.writer.close()
+            self.console.close()
+        plot_metrics(self.workdir, also=self.config.plot_beside or None, labels=(self.setup.engine, "beside"))
+        return self._evaluate()
+
+    def _supervised(self) -> None:
+        """Warm-up. Ends in the reinforcement phase, or where it stands if there is none."""
+        config, task = self.config.sft, self.setup.task
+        while self._warmup_goes_on():
+            examples = choose_problems(task, "sft", config.batch_size, seed=self.config.seed, step=int(self.state.phase_step))
+            batch = demonstration_batch(task, examples)
+            seconds, metrics = self._update(self.setup.sft_update, batch)
+            tokens = int(np.asarray(batch.mask).sum())
+            self._finish_step("sft", metrics | {names.LEARNER_SPEED: tokens / seconds}, last=self._at_warmup_end())
+        self.console.note(f"after {int(self.state.phase_step)} supervised steps: {_short(self._evaluate())}")
+        self._save()
+        if config.steps and checkpoint.latest_step(self.workdir / "warmup") is None:
+            checkpoint.save(self.workdir / "warmup", self.step, self.state, self.config, keep=1)
+        if self.config.rl.steps:
+            fresh = init_state(self.state.train.params, self.setup.rl_optimizer)
+            self.state = RunState(train=fresh.replace(step=self.state.train.step), phase=jnp.int32(RL), phase_step=jnp.int32(0))
+
+    def _at_warmup_end(self) -> bool:
+        """Whether the warm-up has done its steps, or a whole extension of them."""
+        extra = int(self.state.phase_step) - self.config.sft.steps
+        return extra >= 0 and extra % _EXTEND_BY == 0
+
+    def _warmup_goes_on(self) -> bool:
+        config = self.config.sft
+        if not self._at_warmup_end():
+            return True
+        extra = int(self.state.phase_step) - config.steps
+        if not config.steps or extra >= config.extra_steps:
+            return False
+        # Evaluation is a function of (weights, seed), so a resumed run decides as the first one did. NaN: none shows the trait.
+        accurate = self._evaluate().get(f"eval/accuracy_{config.until_trait}", float("nan")) >= config.until_accuracy
+        if not accurate:
+            self.console.extend(_EXTEND_BY)
+        return not accurate
+
+    def _reinforcement(self) -> None:
+        config, setup, seed = self.config.rl, self.setup, self.config.seed
+        while int(self.state.phase_step) < config.steps:
+            examples = choose_problems(setup.task, "rl", config.prompts, seed=seed, step=self.step)
+            prompts = [setup.task.encode(example.prompt) for example in examples]
+            key = jax.random.fold_in(self.key, self.step)
+            start = time.perf_counter()
+            rollouts = sample_prompts(setup, self.policy, self.state.train.params, prompts, key, setup.sampling, setup.engine)
+            sampled = int(np.asarray(rollouts.mask).sum())
+            sampling_seconds = time.perf_counter() - start
+
+            rewards = reward_rollouts(setup.task, examples, rollouts)
+            if config.reward == "random":
+                rewards = np.random.default_rng([seed, self.step, 1]).integers(0, 2, rewards.shape).astype(np.float32)
+            batch = rollout_batch(rollouts, rewards, normalize=config.normalize_advantages)
+            seconds, metrics = self._update(setup.rl_update, batch)
+            metrics |= {
+                names.REWARD_MEAN: float(rewards.mean()),
+                names.SAMPLER_SPEED: sampled / sampling_seconds,
+                names.LEARNER_SPEED: sampled / seconds,
+            }
+            self._finish_step("rl", metrics, last=int(self.state.phase_step) == config.steps)
+
+    def _update(self, update, batch) -> tuple[float, dict]:
+        """One update. Returns its seconds and its metrics as Python numbers."""
+        start = time.perf_counter()
+        train, self.policy, metrics = update(self.state.train, self.policy, batch)
+        metrics = {name: float(value) for name, value in metrics.items()}
+        seconds = time.perf_counter() - start
+        self.state = self.state.replace(train=train, phase_step=self.state.phase_step + 1)
+        if not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"]):
+            raise UserError(
+                f"step {self.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the weights were left as they were. "
+                f"Lower the learning rate, and resume from the last checkpoint in {self.workdir}"
+            )
+        return seconds, metrics
+
+    def _evaluate(self) -> dict:
+        """Held-out accuracy of the policy as it stands; computed once per step."""
+        step, evaluation = self._evaluation
+        if step != self.step:
+            evaluation = evaluate(
+                self.setup,
+                self.policy,
+                num_prompts=self.config.eval.prompts,
+                batch_prompts=self.config.rl.prompts,
+                seed=self.config.seed,
+            )
+            self._evaluation = (self.step, evaluation)
+        return evaluation
+
+    def _finish_step(self, phase: str, metrics: dict, *, last: bool) -> None:
+        """Evaluates and saves if it is time, writes the step's line, and stops if Ctrl-C was pressed."""
+        due = lambda every: last or (every > 0 and int(self.state.phase_step) % every == 0)  # noqa: E731
+        row = {names.PHASE: phase, **metrics}
+        if due(self.config.eval.every):
+            row |= self._evaluate()
+        self.writer.write(self.step - 1, row)
+        self.console.step(self.step - 1, row)
+        if due(self.config.checkpoint.every):
+            self._save()
+        self.interrupt.check()
+
+    def _save(self) -> None:
+        if checkpoint.latest_step(self.workdir) != self.step:
+            checkpoint.save(self.workdir, self.step, self.state, self.config, keep=self.config.checkpoint.keep)
+
+
+def _short(evaluation: dict) -> str:
+    return ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items())
+
+
+def _write_json(path: Path, content: dict) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(unfinished, path)

@@ -1,0 +1,125 @@
+"""The shape of a model: Qwen3 dense and Qwen3-MoE. Field names are those of Hugging Face's config.json."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a Qwen3 model.
+
+    Attributes:
+      vocab_size: V, rows of the embedding (a padded vocabulary counts whole).
+      hidden_size: D.
+      num_hidden_layers: number of layers.
+      num_attention_heads: H.
+      num_key_value_heads: N; H is a multiple of N.
+      head_dim: K; need not be D / H.
+      intermediate_size: F of a dense MLP. Unused where every layer is MoE.
+      num_experts: E, 0 for a dense model.
+      num_experts_per_tok: k.
+      moe_intermediate_size: F of an expert.
+      norm_topk_prob: whether a token's k router weights are divided by their sum. Hugging Face's default is False; Qwen3-30B-A3B has True.
+      rope_theta: base of the rotary angles.
+      rms_norm_eps: added to the mean square in every norm.
+      tie_word_embeddings: whether the output embedding is the input embedding.
+
+    Raises:
+      ValueError: a combination that no model can have, or that NVFP4's blocks of 16 do not fit.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
+        if self.is_moe:
+            if not 1 <= self.num_experts_per_tok <= self.num_experts:
+                raise ValueError(
+                    f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and num_experts={self.num_experts}"
+                )
+            inner = "moe_intermediate_size"
+        else:
+            inner = "intermediate_size"
+        # The summed axes of the matmuls: NVFP4 holds 16 numbers per block, and a block never crosses a row.
+        summed = {
+            "hidden_size": self.hidden_size,
+            inner: getattr(self, inner),
+            "num_attention_heads * head_dim": self.num_attention_heads * self.head_dim,
+        }
+        for name, size in summed.items():
+            if size < 16 or size % 16:
+                raise ValueError(f"{name}={size} must be a positive multiple of 16, the block size of NVFP4")
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def qkv_features(self) -> int:
+        """Rows of the fused query, key and value projection: (H + 2 N) K."""
+        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+
+def tiny_moe(**changes) -> ModelConfig:
+    """The quick start's model: a quarter of a million parameters, the structure of Qwen3-30B-A3B."""
+    shape = dict(
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, rope_theta=1e4,
+    )  # fmt: skip
+    return ModelConfig(**(shape | changes))
+
+
+def tiny_dense(**changes) -> ModelConfig:
+    """The dense twin of `tiny_moe`."""
+    shape = dict(
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=128, rope_theta=1e4, tie_word_embeddings=True,
+    )  # fmt: skip
+    return ModelConfig(**(shape | changes))
+
+
+def qwen3_30b_a3b(**changes) -> ModelConfig:
+    """Qwen/Qwen3-30B-A3B, from its config.json."""
+    shape = dict(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        intermediate_size=6144, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, rope_theta=1e6,
+    )  # fmt: skip
+    return ModelConfig(**(shape | changes))
+
+
+def qwen3_8b(**changes) -> ModelConfig:
+    """Qwen/Qwen3-8B, from its config.json."""
+    shape = dict(
+        vocab_size=151936, hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        intermediate_size=12288, rope_theta=1e6,
+    )  # fmt: skip
+    return ModelConfig(**(shape | changes))
+
+
+def qwen3_0_6b(**changes) -> ModelConfig:
+    """Qwen/Qwen3-0.6B, from its config.json."""
+    shape = dict(
+        vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+        intermediate_size=3072, rope_theta=1e6, tie_word_embeddings=True,
+    )  # fmt: skip
+    return ModelConfig(**(shape | changes))

@@ -1,0 +1,184 @@
+"""The one forward of Qwen3, dense and MoE. Sampler, learner, reference policy, evaluation and diagnostics all call `hidden_states`.
+
+Every operation works on rows (tokens) and is bit-exact in the row: see `pallas_kernels.rows`. Between operations there are only reshapes,
+gathers and single adds.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from minite_jax.model import cache as cache_lib
+from minite_jax.model.cache import KVCache
+from minite_jax.model.moe import moe
+from minite_jax.model.policy import Policy, Weight
+from minite_jax.precision.linear import linear, stored_value
+from minite_jax.precision.recipe import ATTENTION, EXPERTS, MLP
+from pallas_kernels.attention import attention
+from pallas_kernels.log_prob import Truncation, token_log_prob
+from pallas_kernels.matmul import matmul
+from pallas_kernels.numerics import round_to
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rotary import rotary, rotary_table
+from pallas_kernels.silu_mul import silu_mul
+
+
+def _add(x_MD, y_MD):
+    """Residual add: one float32 add, rounded to the stream's type."""
+    return round_to(x_MD.astype(jnp.float32) + y_MD.astype(jnp.float32), x_MD.dtype)
+
+
+def _value(weight: Weight) -> jax.Array:
+    return stored_value(weight.stored, weight.master)
+
+
+def _attention_block(policy, layer, weights, x_MD, positions_BT, angles, cached):
+    """Projections, norms, rotation, attention. Returns the block's output and this layer's keys and values [B, S, N, K]."""
+    config = policy.config
+    batch, length = positions_BT.shape
+    H, N, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    format = policy.format_of(ATTENTION, layer)
+
+    qkv_MHK = linear(format, x_MD, weights["qkv"].stored, weights["qkv"].master).reshape(-1, H + 2 * N, K)
+    q_MHK, k_MNK, v_MNK = jnp.split(qkv_MHK, (H, H + N), axis=1)
+
+    def normalized(x, name):
+        return rms_norm(x.reshape(-1, K), _value(weights[name]), eps=config.rms_norm_eps).reshape(x.shape)
+
+    q_MHK = rotary(normalized(q_MHK, "q_norm"), *angles)
+    k_MNK = rotary(normalized(k_MNK, "k_norm"), *angles)
+    k_BSNK, v_BSNK = k_MNK.reshape(batch, length, N, K), v_MNK.reshape(batch, length, N, K)
+    if cached is not None:
+        k_BSNK, v_BSNK = (cache_lib.write(old, new, positions_BT) for old, new in zip(cached, (k_BSNK, v_BSNK), strict=True))
+    readable_BT = jnp.minimum(positions_BT, k_BSNK.shape[1] - 1)  # padding behind the capacity reads, and is ignored
+    out_BTHK = attention(q_MHK.reshape(batch, length, H, K), k_BSNK, v_BSNK, readable_BT)
+    out_MD = linear(format, out_BTHK.reshape(batch * length, H * K), weights["o"].stored, weights["o"].master)
+    return out_MD, (k_BSNK, v_BSNK)
+
+
+def _mlp_block(policy, layer, weights, x_MD):
+    if policy.config.is_moe:
+        return moe(policy.config, policy.format_of(EXPERTS, layer), weights, x_MD)
+    format = policy.format_of(MLP, layer)
+    gate_up_MF = linear(format, x_MD, weights["gate_up"].stored, weights["gate_up"].master)
+    return linear(format, silu_mul(gate_up_MF), weights["down"].stored, weights["down"].master)
+
+
+def _layer(policy, layer, weights, x_MD, positions_BT, angles, cached):
+    eps = policy.config.rms_norm_eps
+    normed_MD = rms_norm(x_MD, _value(weights["attention_norm"]), eps=eps)
+    attended_MD, kv = _attention_block(policy, layer, weights, normed_MD, positions_BT, angles, cached)
+    x_MD = _add(x_MD, attended_MD)
+    normed_MD = rms_norm(x_MD, _value(weights["mlp_norm"]), eps=eps)
+    return _add(x_MD, _mlp_block(policy, layer, weights, normed_MD)), kv
+
+
+def hidden_states(
+    policy: Policy,
+    tokens: Int[Array, "B T"],
+    cache: KVCache | None = None,
+    *,
+    num_new: Int[Array, "B"] | None = None,
+    remat: bool = False,
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    """Hidden states after the final norm, for a whole batch from its start or for the next tokens of a cache.
+
+    Args:
+      policy: weights, config and recipe; with masters inside a gradient.
+      tokens: [B, T] int32. Sequences start at column 0; what lies behind a sequence's end (padding) touches nothing before it.
+      cache: None, or the cache that the tokens continue: they take the positions from ``cache.length`` on.
+      num_new: [B] int32, how many of the T tokens are real (with a cache); None: all.
+      remat: recompute each layer in the backward instead of keeping its residuals. Same bits.
+
+    Returns:
+      Hidden states [B, T, D] in the recipe's type, and the cache with `num_new` more tokens (None without a cache).
+
+    Raises:
+      ValueError: more tokens than the cache has slots.
+    """
+    config = policy.config
+    batch, length = tokens.shape
+    weights = policy.paired_weights()
+    if cache is not None and length > cache.capacity:
+        raise ValueError(
+            f"{length} tokens do not fit a cache of {cache.capacity} slots; make the cache larger or the prompt shorter"
+        )
+    first_B = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
+    positions_BT = first_B[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+
+    num_positions = length if cache is None else cache.capacity
+    cos_SK, sin_SK = rotary_table(num_positions, config.head_dim, config.rope_theta)
+    position_M = jnp.minimum(positions_BT, num_positions - 1).reshape(-1)
+    angles = (jnp.asarray(cos_SK)[position_M], jnp.asarray(sin_SK)[position_M])
+
+    x_MD = _value(weights["embed"])[tokens.reshape(-1)]
+    new_keys, new_values = [], []
+    for i, layer_weights in enumerate(weights["layers"]):
+        cached = None if cache is None else (cache.keys[i], cache.values[i])
+        layer = functools.partial(_layer, policy.replace(weights=None, masters=None), i)
+        if remat:
+            layer = jax.checkpoint(layer)
+        x_MD, (k_BSNK, v_BSNK) = layer(layer_weights, x_MD, positions_BT, angles, cached)
+        new_keys.append(k_BSNK)
+        new_values.append(v_BSNK)
+    hidden_MD = rms_norm(x_MD, _value(weights["final_norm"]), eps=config.rms_norm_eps)
+    if cache is not None:
+        added_B = length if num_new is None else num_new
+        cache = KVCache(keys=tuple(new_keys), values=tuple(new_values), length=cache.length + added_B)
+    return hidden_MD.reshape(batch, length, config.hidden_size), cache
+
+
+def output_head(policy: Policy) -> Weight:
+    """The output embedding [V, D]: the input embedding where the two are tied."""
+    weights = policy.paired_weights()
+    return weights["embed"] if policy.config.tie_word_embeddings else weights["lm_head"]
+
+
+def logits_of(policy: Policy, hidden: Float[Array, "M D"]) -> Float[Array, "M V"]:
+    """Float32 logits of hidden states. Not differentiable in the head: the learner uses `token_log_probs`."""
+    return matmul(hidden, output_head(policy).stored, out_dtype=jnp.float32)
+
+
+@jax.jit
+def forward(policy: Policy, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Logits of every position, float32 [B, T, V]. Holds B T V numbers: for log-probs of given tokens use `token_log_probs`."""
+    hidden_BTD, _ = hidden_states(policy, tokens)
+    logits_MV = logits_of(policy, hidden_BTD.reshape(-1, hidden_BTD.shape[-1]))
+    return logits_MV.reshape(*tokens.shape, -1)
+
+
+def scored_tokens(
+    policy: Policy, tokens: Int[Array, "B T"], truncation: Truncation, *, remat: bool = False
+) -> tuple[Float[Array, "B T1"], Float[Array, "B T1"]]:
+    """Log-probs of tokens 1..T-1 given what lies before them, and the entropies of the distributions; differentiable.
+
+    Column t of the result belongs to token t + 1 and is computed from the hidden state of token t.
+
+    Args:
+      policy: with masters, gradients flow to them.
+      tokens: [B, T] int32, T >= 2.
+      truncation: the sampler's temperature, top-k and top-p: see `pallas_kernels.log_prob.api`.
+      remat: see `hidden_states`.
+
+    Returns:
+      Log-probs and entropies, each [B, T-1] float32 nats.
+    """
+    hidden_BTD, _ = hidden_states(policy, tokens, remat=remat)
+    batch, length, width = hidden_BTD.shape
+    head = output_head(policy)
+    log_prob_M, entropy_M = token_log_prob(
+        hidden_BTD[:, :-1].reshape(batch * (length - 1), width),
+        head.stored,
+        tokens[:, 1:].reshape(-1),
+        truncation,
+        head_master=head.master,
+    )
+    return log_prob_M.reshape(batch, length - 1), entropy_M.reshape(batch, length - 1)
+
+
+@functools.partial(jax.jit, static_argnames=("truncation",))
+def token_log_probs(policy: Policy, tokens: Int[Array, "B T"], truncation: Truncation = Truncation()) -> Float[Array, "B T1"]:  # noqa: B008
+    """Log-probs of tokens 1..T-1, float32 [B, T-1] nats: what the sampler returned for them, to the last bit."""
+    return scored_tokens(policy, tokens, truncation)[0]

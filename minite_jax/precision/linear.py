@@ -1,0 +1,155 @@
+"""Linear maps whose forward reads the stored weights and whose backward writes to the masters.
+
+The weights of a policy are quantised once per update, outside the gradient. `linear(format, x, stored, master)` computes with `stored`; its
+gradient with respect to the weight is handed to `master`, whose values are never read. A sampler passes no master and runs the same
+function.
+
+Backward ("dequantised"): the derivative of the function that ran, straight through the rounding:
+``dX = G deq(W)`` and ``dW = G^T deq(X)``, with X as it was quantised in the forward (kept packed, 0.56 bytes an element).
+"""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from minite_jax.precision.recipe import MatmulFormat
+from pallas_kernels import nvfp4
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
+from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
+from pallas_kernels.numerics import round_to
+from pallas_kernels.operands import Operand
+
+
+@flax.struct.dataclass
+class Dispatch:
+    """How tokens go to experts: the k assignments of each token, sorted by expert.
+
+    Let M be tokens, k experts per token, E experts.
+
+    Attributes:
+      order: [M k] int32; sorted assignment i is assignment ``order[i]``, that is token ``order[i] // k``, rank ``order[i] % k``.
+      slot: [M, k] int32; where each assignment lies in sorted order (the inverse of `order`).
+      group_sizes: [E] int32, assignments per expert.
+    """
+
+    order: Int[Array, "Mk"]
+    slot: Int[Array, "M k"]
+    group_sizes: Int[Array, "E"]
+
+
+def _operand(format: MatmulFormat, x: Float[Array, "M K"]) -> Operand:
+    return nvfp4.quantize(x, format.activation) if format.quantized else x
+
+
+def linear(
+    format: MatmulFormat, x: Float[Array, "M K"], stored: Operand, master: Float[Array, "N K"] | None
+) -> Float[Array, "M N"]:
+    """Computes ``x @ stored.T`` in the given format, rounded to the type of `x`.
+
+    Args:
+      format: formats of the operands; the activations are quantised here.
+      x: [M, K] bfloat16 or float32.
+      stored: [N, K] weights as the policy stores them, already in their format.
+      master: [N, K] float32 that receives the weight's gradient, or None.
+    """
+    return _linear(format, x, stored, master)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(format, x_MK, stored, master):
+    del master
+    return matmul(_operand(format, x_MK), stored, out_dtype=x_MK.dtype)
+
+
+def _linear_forward(format, x_MK, stored, master):
+    operand = _operand(format, x_MK)
+    return matmul(operand, stored, out_dtype=x_MK.dtype), (operand, stored, master is not None)
+
+
+def _linear_backward(format, residuals, g_MN):
+    operand, stored, wants_weight = residuals
+    dx_MK = round_to(matmul_dgrad(g_MN, stored), g_MN.dtype)
+    return dx_MK, None, matmul_wgrad(operand, g_MN) if wants_weight else None
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
+
+
+def expert_linear(
+    format: MatmulFormat,
+    x: Float[Array, "M K"],
+    stored: Operand,
+    master: Float[Array, "E N K"] | None,
+    dispatch: Dispatch,
+    *,
+    gather: bool,
+) -> Float[Array, "Mk N"]:
+    """Multiplies each assignment's row by its expert's matrix.
+
+    Args:
+      format: formats of the operands.
+      x: [M, K], one row per token (`gather`: quantised first, then copied to its experts), or [M k, K], one per sorted assignment.
+      stored: [E, N, K] weights as the policy stores them.
+      master: [E, N, K] float32 that receives the weights' gradient, or None.
+      dispatch: the assignments.
+      gather: whether `x` holds tokens or sorted assignments.
+
+    Returns:
+      [M k, N] in sorted order, in the type of `x`.
+    """
+    return _expert_linear(format, gather, x, stored, master, dispatch)
+
+
+def _expert_rows(operand: Operand, dispatch: Dispatch, gather: bool) -> Operand:
+    if not gather:
+        return operand
+    token = dispatch.order // dispatch.slot.shape[1]
+    return jax.tree.map(lambda leaf: leaf[token], operand)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _expert_linear(format, gather, x, stored, master, dispatch):
+    del master
+    rows = _expert_rows(_operand(format, x), dispatch, gather)
+    return grouped_matmul(rows, stored, dispatch.group_sizes, out_dtype=x.dtype)
+
+
+def _expert_linear_forward(format, gather, x, stored, master, dispatch):
+    operand = _operand(format, x)
+    result = grouped_matmul(_expert_rows(operand, dispatch, gather), stored, dispatch.group_sizes, out_dtype=x.dtype)
+    return result, (operand, stored, master is not None, dispatch)
+
+
+def _expert_linear_backward(format, gather, residuals, g):
+    operand, stored, wants_weight, dispatch = residuals
+    dx = grouped_matmul_dgrad(g, stored, dispatch.group_sizes)
+    if gather:
+        dx = jnp.sum(dx[dispatch.slot], axis=1)  # each token's k assignments, in rank order: no scatter, no atomics
+    dw = None
+    if wants_weight:
+        dw = grouped_matmul_wgrad(_expert_rows(operand, dispatch, gather), g, dispatch.group_sizes)
+    return round_to(dx, g.dtype), None, dw, None
+
+
+_expert_linear.defvjp(_expert_linear_forward, _expert_linear_backward)
+
+
+@jax.custom_vjp
+def stored_value(stored: Float[Array, "..."], master: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """Returns `stored`; the gradient, in float32, goes to `master`. For weights that are not quantised (embedding, norms)."""
+    del master
+    return stored
+
+
+def _stored_value_forward(stored, master):
+    return stored, master is not None
+
+
+def _stored_value_backward(wants_weight, g):
+    return None, g.astype(jnp.float32) if wants_weight else None
+
+
+stored_value.defvjp(_stored_value_forward, _stored_value_backward)

@@ -1,0 +1,100 @@
+"""Recipes: which matmuls run in which format. Named, frozen, printed at start, stored in checkpoints."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_kernels.nvfp4 import ScaleRule
+
+# The matmuls that a recipe may quantise. Embedding, norms, router, lm_head, attention scores and softmax never are.
+ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulFormat:
+    """How one matmul's operands are held.
+
+    Attributes:
+      activation: scale rule of the activations, None for plain values.
+      weight: scale rule of the weights, None for plain values. Both or neither.
+    """
+
+    activation: ScaleRule | None = None
+    weight: ScaleRule | None = None
+
+    @property
+    def quantized(self) -> bool:
+        return self.weight is not None
+
+
+_PLAIN = MatmulFormat()
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A precision recipe.
+
+    Attributes:
+      name: as in `RECIPES`.
+      description: one line for people.
+      dtype: "bfloat16" or "float32": residual stream, norms' output, attention, and every matmul that is not quantised.
+      quantized: the format of the quantised matmuls.
+      matmuls: which kinds are quantised, out of "attention", "mlp", "experts".
+      first_plain: leading layers that stay in `dtype`.
+      last_plain: trailing layers that stay in `dtype`.
+    """
+
+    name: str
+    description: str
+    dtype: str = "bfloat16"
+    quantized: MatmulFormat = _PLAIN
+    matmuls: tuple[str, ...] = ()
+    first_plain: int = 0
+    last_plain: int = 0
+
+    @property
+    def compute_dtype(self):
+        return jnp.dtype(self.dtype)
+
+    def format_of(self, kind: str, layer: int, num_layers: int) -> MatmulFormat:
+        """Format of the matmuls of `kind` in one layer of a model of `num_layers`."""
+        plain = kind not in self.matmuls or layer < self.first_plain or layer >= num_layers - self.last_plain
+        return _PLAIN if plain else self.quantized
+
+
+def _nvfp4(activation: ScaleRule, weight: ScaleRule) -> MatmulFormat:
+    return MatmulFormat(activation=activation, weight=weight)
+
+
+_FP8_EXACT = _nvfp4(ScaleRule.fp8_exact(outer="row"), ScaleRule.fp8_exact(outer="matrix"))
+_FOUR_OVER_SIX = _nvfp4(
+    ScaleRule.te(outer="row", four_over_six="mae", bound=256), ScaleRule.te(outer="matrix", four_over_six="mae", bound=256)
+)
+_NAIVE = _nvfp4(ScaleRule.te(outer="matrix"), ScaleRule.te(outer="matrix"))
+_ALL = (ATTENTION, MLP, EXPERTS)
+
+RECIPES: dict[str, Recipe] = {
+    r.name: r
+    for r in (
+        Recipe("fp32", "nothing quantised, float32 throughout", dtype="float32"),
+        Recipe("bf16", "nothing quantised, bfloat16"),
+        Recipe("nvfp4", "W4A4: every projection and MLP or expert matrix; fp8_exact scales, activations per row", quantized=_FP8_EXACT, matmuls=_ALL),
+        Recipe("nvfp4_46", "as nvfp4 with four-over-six scales from all of E4M3", quantized=_FOUR_OVER_SIX, matmuls=_ALL),
+        Recipe("nvfp4_experts", "routed experts only; first 2 and last 4 layers bfloat16", quantized=_FP8_EXACT, matmuls=(EXPERTS,), first_plain=2, last_plain=4),
+        Recipe("nvfp4_te", "as nvfp4 with one amax per activation tensor: the naive comparator, breaks the batch contract", quantized=_NAIVE, matmuls=_ALL),
+    )
+}  # fmt: skip
+
+
+def recipe(name: str, **changes) -> Recipe:
+    """Looks a recipe up by name; `changes` replace fields, e.g. ``recipe("nvfp4", first_plain=1, last_plain=1)``.
+
+    Raises:
+      ValueError: there is no recipe of that name, or no such field.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"no recipe {name!r}; there are {', '.join(RECIPES)}")
+    unknown = set(changes) - {field.name for field in dataclasses.fields(Recipe)}
+    if unknown:
+        raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}")
+    return dataclasses.replace(RECIPES[name], **changes)

@@ -1,0 +1,248 @@
+"""Sampling from a policy: prompts of unequal length in one batch, n samples from one prefill, one token at a time through the cache.
+
+Let P be prompts, G samples per prompt, B = P G rollouts (prompt-major), L the padded prompt length, C the most new tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from minite_jax.model.cache import init_cache
+from minite_jax.model.forward import hidden_states, logits_of
+from minite_jax.model.policy import Policy
+from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits, sample_tokens
+
+FINISH_LENGTH, FINISH_STOP = 0, 1
+
+# Prompts are padded to a multiple of this, so that batches of similar length share one compiled program.
+_PROMPT_BUCKET = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample.
+
+    Attributes:
+      n: samples per prompt, all from one prefill.
+      temperature: 0 means greedy.
+      top_p: keep the most probable tokens until they reach this probability; 1.0: all.
+      top_k: keep this many tokens; 0 or -1: all.
+      max_tokens: most new tokens per sample.
+      stop_ids: a sample ends with the first of these tokens; the stop token belongs to the sample and is counted in the mask.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.n < 1:
+            raise ValueError(f"n={self.n} must be at least 1")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+        self.truncation  # noqa: B018  (checks temperature and top_p)
+
+    @property
+    def truncation(self) -> Truncation:
+        """The log-prob convention that goes with these parameters; the learner takes the same object."""
+        return Truncation(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+
+@flax.struct.dataclass
+class Rollouts:
+    """What a sampler returns.
+
+    Attributes:
+      tokens: [B, C] int32 new tokens; 0 where the mask is 0.
+      log_probs: [B, C] float32 nats, as computed while decoding, under the convention of `pallas_kernels.log_prob.api`; 0 where
+        the mask is 0.
+      mask: [B, C] bool, the tokens that were sampled, the stop token included.
+      finish_reason: [B] int32, `FINISH_STOP` or `FINISH_LENGTH` (cut at max_tokens; no end mark is invented).
+      prompt_tokens: [B, L] int32, padded with 0 behind each prompt.
+      prompt_length: [B] int32.
+    """
+
+    tokens: Int[Array, "B C"]
+    log_probs: Float[Array, "B C"]
+    mask: Bool[Array, "B C"]
+    finish_reason: Int[Array, "B"]
+    prompt_tokens: Int[Array, "B L"]
+    prompt_length: Int[Array, "B"]
+
+    def sequences(self) -> tuple[Int[Array, "B T"], Bool[Array, "B T1"], Float[Array, "B T1"]]:
+        """Prompts and completions joined: tokens [B, L + C], and mask and log-probs [B, L + C - 1] as the learner scores them.
+
+        Column t of mask and log-probs belongs to token t + 1, as in `minite_jax.token_log_probs`.
+        """
+        return _join(self)
+
+    def completions(self) -> list[list[int]]:
+        """The sampled ids of each rollout, the stop token included."""
+        tokens, mask = np.asarray(self.tokens), np.asarray(self.mask)
+        return [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
+
+
+@jax.jit
+def _join(rollouts):
+    batch, prompt_slots = rollouts.prompt_tokens.shape
+    new_slots = rollouts.tokens.shape[1]
+    row_B1 = jnp.arange(batch)[:, None]
+    slot_BC = rollouts.prompt_length[:, None] + jnp.arange(new_slots)[None, :]
+
+    def place(base_BT, values_BC):
+        return base_BT.at[row_B1, slot_BC].set(values_BC)
+
+    tokens_BT = place(jnp.pad(rollouts.prompt_tokens, [(0, 0), (0, new_slots)]), rollouts.tokens)
+    mask_BT = place(jnp.zeros(tokens_BT.shape, bool), rollouts.mask)
+    log_probs_BT = place(jnp.zeros(tokens_BT.shape, jnp.float32), rollouts.log_probs)
+    return tokens_BT, mask_BT[:, 1:], log_probs_BT[:, 1:]
+
+
+def sample(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    key,
+    request_ids: Sequence[int] | None = None,
+    prefill_chunk: int | None = None,
+) -> Rollouts:
+    """Samples completions.
+
+    A rollout's tokens and log-probs depend on its prompt, its request id, its number among the n samples and the key alone: not on the
+    other prompts, the padding, or the chunks of the prefill.
+
+    Args:
+      policy: see `minite_jax.prepare`.
+      prompts: token ids, one non-empty sequence per prompt; lengths may differ.
+      params: see `SamplingParams`.
+      key: typed PRNG key (`jax.random.key`).
+      request_ids: one number per prompt that seeds it, by default its place in the list (so a prompt that occurs twice gets two
+        different completions).
+      prefill_chunk: tokens per prefill step, None for all at once. Same bits.
+
+    Returns:
+      `Rollouts`, prompt-major: rollout ``p * n + g`` is sample g of prompt p.
+
+    Raises:
+      ValueError: no prompt, an empty prompt, a token outside the vocabulary, or request ids that do not match.
+    """
+    tokens_PL, length_P = pad_prompts(prompts, policy.config.vocab_size)
+    ids = range(len(prompts)) if request_ids is None else request_ids
+    if len(ids) != len(prompts):
+        raise ValueError(f"{len(ids)} request_ids for {len(prompts)} prompts; give one for each")
+    request_P = jnp.asarray(np.asarray(ids, np.uint32))
+    return generate(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk)
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as an int32 array [P, L], L a multiple of 8, padded with 0 behind each prompt, and their lengths [P].
+
+    Raises:
+      ValueError: no prompt, an empty prompt, or a token outside the vocabulary.
+    """
+    if not len(prompts):
+        raise ValueError("no prompts: give at least one")
+    length_P = np.array([len(p) for p in prompts], np.int32)
+    if (length_P == 0).any():
+        raise ValueError(
+            f"prompt {int(np.argmin(length_P))} is empty; a prompt needs at least one token, for example a start token"
+        )
+    slots = -(-int(length_P.max()) // _PROMPT_BUCKET) * _PROMPT_BUCKET
+    tokens_PL = np.zeros((len(prompts), slots), np.int32)
+    for p, prompt in enumerate(prompts):
+        row = np.asarray(prompt, np.int64)
+        if row.min() < 0 or row.max() >= vocab_size:
+            raise ValueError(
+                f"prompt {p} holds token {int(row.max() if row.min() >= 0 else row.min())}, outside the vocabulary 0..{vocab_size - 1}"
+            )
+        tokens_PL[p, : len(row)] = row
+    return tokens_PL, length_P
+
+
+def request_keys(key, request_ids: UInt[Array, "P"], n: int):
+    """Typed PRNG keys [B], prompt-major: each from the key, the request's id and the sample's number. Fold in the step to draw a token."""
+    fold_in = jax.vmap(jax.random.fold_in)
+    key_P = jax.vmap(functools.partial(jax.random.fold_in, key))(request_ids)
+    return fold_in(jnp.repeat(key_P, n), jnp.tile(jnp.arange(n), request_ids.shape[0]))
+
+
+def _prefill(policy, tokens_PL, length_P, capacity, chunk):
+    """Fills a cache with the prompts. Returns it and the hidden state of each prompt's last token."""
+    num_prompts, slots = tokens_PL.shape
+    cache = init_cache(policy.config, policy.recipe, num_prompts, capacity)
+    last_PD = jnp.zeros((num_prompts, policy.config.hidden_size), policy.recipe.compute_dtype)
+    for start in range(0, slots, chunk):
+        tokens_PT = tokens_PL[:, start : start + chunk]
+        num_new_P = jnp.clip(length_P - start, 0, tokens_PT.shape[1])
+        hidden_PTD, cache = hidden_states(policy, tokens_PT, cache, num_new=num_new_P)
+        here_P = (length_P > start) & (length_P <= start + chunk)
+        column_P = jnp.clip(length_P - 1 - start, 0, tokens_PT.shape[1] - 1)
+        last_PD = jnp.where(here_P[:, None], hidden_PTD[jnp.arange(num_prompts), column_P], last_PD)
+    return cache, last_PD
+
+
+@functools.partial(jax.jit, static_argnames=("params", "prefill_chunk"))
+def generate(
+    policy: Policy,
+    tokens: Int[Array, "P L"],
+    lengths: Int[Array, "P"],
+    request_ids: UInt[Array, "P"],
+    key,
+    params: SamplingParams,
+    prefill_chunk: int | None = None,
+) -> Rollouts:
+    """`sample` on padded arrays: pure, jitted, no host round trip per token."""
+    num_prompts, slots = tokens.shape
+    batch, new_slots = num_prompts * params.n, params.max_tokens
+    cache, last_PD = _prefill(policy, tokens, lengths, slots + new_slots, prefill_chunk or slots)
+    cache = cache.repeat(params.n)
+    key_B = request_keys(key, request_ids, params.n)
+    stop_ids = jnp.asarray(params.stop_ids, jnp.int32)
+
+    def unfinished(state):
+        step, *_, done_B = state
+        return (step < new_slots) & ~jnp.all(done_B)
+
+    def decode(state):
+        step, cache, last_BD, tokens_BC, log_probs_BC, mask_BC, done_B = state
+        logits_BV = logits_of(policy, last_BD)
+        kept_BV = kept_tokens(logits_BV, params.truncation)
+        token_B = sample_tokens(logits_BV, jax.vmap(jax.random.fold_in, (0, None))(key_B, step), params.truncation, kept_BV)
+        log_prob_B, _ = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
+        alive_B = ~done_B
+        tokens_BC = tokens_BC.at[:, step].set(jnp.where(alive_B, token_B, 0))
+        log_probs_BC = log_probs_BC.at[:, step].set(jnp.where(alive_B, log_prob_B, 0.0))
+        mask_BC = mask_BC.at[:, step].set(alive_B)
+        done_B = done_B | jnp.any(token_B[:, None] == stop_ids[None, :], axis=1)
+        hidden_B1D, cache = hidden_states(policy, token_B[:, None], cache)
+        return step + 1, cache, hidden_B1D[:, 0], tokens_BC, log_probs_BC, mask_BC, done_B
+
+    blank_BC = jnp.zeros((batch, new_slots), jnp.int32)
+    state = (
+        jnp.int32(0), cache, jnp.repeat(last_PD, params.n, axis=0), blank_BC, blank_BC.astype(jnp.float32), blank_BC.astype(bool),
+        jnp.zeros((batch,), bool),
+    )  # fmt: skip
+    _, _, _, tokens_BC, log_probs_BC, mask_BC, done_B = lax.while_loop(unfinished, decode, state)
+    return Rollouts(
+        tokens=tokens_BC,
+        log_probs=log_probs_BC,
+        mask=mask_BC,
+        finish_reason=jnp.where(done_B, FINISH_STOP, FINISH_LENGTH).astype(jnp.int32),
+        prompt_tokens=jnp.repeat(tokens, params.n, axis=0),
+        prompt_length=jnp.repeat(lengths, params.n),
+    )

@@ -1,0 +1,55 @@
+"""The grouped matmul. Let M be rows, E groups (experts), N output features, K the summed axis."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, operands
+from pallas_kernels.grouped_matmul import reference
+
+
+def grouped_matmul(
+    x: operands.Operand,
+    w: operands.Operand,
+    group_sizes: Int[Array, "E"],
+    *,
+    out_dtype=jnp.bfloat16,
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """Multiplies consecutive groups of rows, each with its own matrix: row i of group e gives ``x[i] @ w[e].T``.
+
+    The semantics are those of `jax.lax.ragged_dot`: rows behind the last group give zeros, groups may be empty. A row's bits do not
+    depend on the sizes of the groups, and equal those of `matmul` with the same matrix.
+
+    Args:
+      x: [M, K], rows sorted by group: `Nvfp4Array` with an outer scale per row or one, or bfloat16 / float32.
+      w: [E, N, K]: `Nvfp4Array` with one outer scale per group [E], or bfloat16 / float32.
+      group_sizes: [E] int32, sum at most M.
+      out_dtype: bfloat16 or float32.
+      implementation: see `pallas_kernels.dispatch.resolve`.
+
+    Returns:
+      [M, N] in `out_dtype`.
+
+    Raises:
+      ValueError: K or E differs.
+    """
+    operands.check_contraction("grouped_matmul", x, w)
+    reference.check_groups(w, group_sizes)
+    dispatch.resolve("grouped_matmul", implementation)
+    return reference.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype)
+
+
+def grouped_matmul_dgrad(
+    g: Float[Array, "M N"], w: operands.Operand, group_sizes: Int[Array, "E"], *, implementation: str | None = None
+) -> Float[Array, "M K"]:
+    """Gradient with respect to `x`: ``g[i] @ dequantized(w[e])`` in float32; zeros for rows behind the last group."""
+    dispatch.resolve("grouped_matmul_dgrad", implementation)
+    return reference.grouped_matmul_dgrad(g, w, group_sizes)
+
+
+def grouped_matmul_wgrad(
+    x: operands.Operand, g: Float[Array, "M N"], group_sizes: Int[Array, "E"], *, implementation: str | None = None
+) -> Float[Array, "E N K"]:
+    """Gradient with respect to `w`: per group ``g.T @ dequantized(x)`` in float32; exact zeros for an empty group."""
+    dispatch.resolve("grouped_matmul_wgrad", implementation)
+    return reference.grouped_matmul_wgrad(x, g, group_sizes)
