@@ -3,8 +3,8 @@
     make quickstart
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-What to expect on two cores: see README.md, "Quick start". Phases: supervised warm-up on a mixture of direct answers (75 %) and answers
-with the working (25 %), then 80 GRPO updates of 32 prompts x 8 samples.
+What to expect on two cores: see README.md, "Quick start". Phases: supervised warm-up on a mixture of direct answers (75 %) and
+answers with the working (25 %), then 80 GRPO updates of 32 prompts x 8 samples.
 """
 
 import ml_collections

@@ -30,9 +30,7 @@ from minite_jax.optional import require
 
 # Errors that mean wrong input rather than a mistake in the code, as long as their message is one line.
 _EXPECTED = (UserError, OSError, ValueError, NotImplementedError, ImportError)
-_TRACEBACK = flags.DEFINE_bool(
-    "traceback", False, "Show the traceback of errors that are one line otherwise."
-)
+_TRACEBACK = flags.DEFINE_bool("traceback", False, "Show the traceback of errors that are one line otherwise.")
 
 
 @functools.cache
@@ -83,9 +81,7 @@ def call(main: Callable[[list[str]], Any], argv: list[str]) -> Any:
         fail(line)
 
 
-def parse(
-    argv: list[str], flag_values: flags.FlagValues = flags.FLAGS, required: tuple[str, ...] = ()
-) -> list[str]:
+def parse(argv: list[str], flag_values: flags.FlagValues = flags.FLAGS, required: tuple[str, ...] = ()) -> list[str]:
     """Parses the command line; ends the process with one line if it is wrong.
 
     Args:
@@ -101,17 +97,13 @@ def parse(
         if "config" in flag_values and flag_values["config"].value is not None:
             # A file that cannot be loaded is kept as an object whose attributes raise what went wrong.
             to_plain(flag_values["config"].value)
-    except (
-        Exception
-    ) as error:  # ml_collections lets KeyError, AttributeError, TypeError, OSError, ... through
+    except Exception as error:  # ml_collections lets KeyError, AttributeError, TypeError, OSError, ... through
         fail(explain(error, argv))
     if len(rest) > 1:
         fail(f"{rest[1]!r} is no flag: flags look like --name=value")
     missing = [name for name in required if flag_values[name].value is None]
     if missing:
-        fail(
-            f"--{missing[0]} is missing: give --{missing[0]}=... ({flag_values[missing[0]].help.rstrip('.')})"
-        )
+        fail(f"--{missing[0]} is missing: give --{missing[0]}=... ({flag_values[missing[0]].help.rstrip('.')})")
     return rest
 
 
@@ -121,14 +113,8 @@ def explain(error: BaseException, argv: list[str]) -> str:
     if file is not None:
         path, _, argument = file.partition(":")
         if not Path(path).is_file():
-            near = difflib.get_close_matches(
-                Path(path).name, [each.name for each in Path(path).parent.glob("*.py")]
-            )
-            hint = (
-                f"did you mean {Path(path).parent / near[0]}?"
-                if near
-                else "give the path of a file with get_config()"
-            )
+            near = difflib.get_close_matches(Path(path).name, [each.name for each in Path(path).parent.glob("*.py")])
+            hint = f"did you mean {Path(path).parent / near[0]}?" if near else "give the path of a file with get_config()"
             return f"there is no configuration file {path}: {hint}"
         try:
             config = _load_config(path, argument)
@@ -138,9 +124,7 @@ def explain(error: BaseException, argv: list[str]) -> str:
             return f"{path} could not be read as a configuration: {_first_line(mistake)}"
         fields = flat_fields(config)
         for name in _overrides(argv):
-            sections = {
-                field.rsplit(".", depth)[0] for field in fields for depth in range(1, field.count(".") + 1)
-            }
+            sections = {field.rsplit(".", depth)[0] for field in fields for depth in range(1, field.count(".") + 1)}
             if name not in fields and name not in sections:
                 return f"unknown field --config.{name}{_suggest(name, list(fields), path)}"
     message = _first_line(error)
@@ -179,9 +163,7 @@ def _config_file(argv: list[str]) -> str | None:
 
 def _overrides(argv: list[str]) -> list[str]:
     matches = (re.match(r"--?config\.([^=]+)", argument) for argument in argv[1:])
-    return [
-        re.sub(r"\[.*?\]", "", match[1]) for match in matches if match
-    ]  # `field[0]` is an entry of `field`
+    return [re.sub(r"\[.*?\]", "", match[1]) for match in matches if match]  # `field[0]` is an entry of `field`
 
 
 def _load_config(path: str, argument: str) -> dict[str, Any]:

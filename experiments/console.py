@@ -38,9 +38,8 @@ class Console:
     def describe(self, setup, workdir, resumed_step: int | None) -> None:
         """Says what will run: the recipe in words, the model, the engine, the device."""
         device = jax.devices()[0]
-        self.note(
-            f"model    {mt.num_params(setup.model):,} parameters, {setup.model.num_hidden_layers} layers, {setup.model.num_experts} experts"
-        )
+        model = setup.model
+        self.note(f"model    {mt.num_params(model):,} parameters, {model.num_hidden_layers} layers, {model.num_experts} experts")
         self.note(f"recipe   {setup.recipe.name}: {setup.recipe.description}")
         self.note(
             f"sampler  {setup.engine} engine, {setup.sampling.n} samples a prompt, temperature {setup.sampling.temperature}"

@@ -24,8 +24,8 @@ def evaluate(setup: Setup, policy, *, num_prompts: int, batch_prompts: int, seed
       seed: of the sampled pass.
 
     Returns:
-      eval/accuracy_greedy, eval/accuracy_sampled and, for each trait of the task, eval/<trait> (share of sampled completions that show
-      it) and eval/accuracy_<trait> (share of those that are right; NaN if none).
+      eval/accuracy_greedy, eval/accuracy_sampled and, for each trait of the task, eval/<trait> (share of sampled completions
+      that show it) and eval/accuracy_<trait> (share of those that are right; NaN if none).
     """
     task = setup.task
     examples = [task.example("heldout", i) for i in range(num_prompts)]

@@ -25,15 +25,11 @@ def main(argv: list[str]) -> None:
     folder = Path(_RESULTS.value)
     paths = {path.stem: path for path in sorted(folder.glob("*.json"))}
     if not paths:
-        raise results_lib.ResultsError(
-            f"there is no result file in {folder}: give --results=FOLDER with *.json in it"
-        )
+        raise results_lib.ResultsError(f"there is no result file in {folder}: give --results=FOLDER with *.json in it")
     if _TABLE.value is not None:
         if _TABLE.value not in paths:
             known = ", ".join(paths)
-            raise results_lib.ResultsError(
-                f"there is no table {_TABLE.value!r} in {folder}: choose from {known}"
-            )
+            raise results_lib.ResultsError(f"there is no table {_TABLE.value!r} in {folder}: choose from {known}")
         paths = {_TABLE.value: paths[_TABLE.value]}
     # All are read before anything is written: a spoilt file stops the script with the old tables in place.
     tables = {name: results_lib.read_results(path) for name, path in paths.items()}

@@ -182,7 +182,7 @@ class Run:
         self.state = self.state.replace(train=train, phase_step=self.state.phase_step + 1)
         if not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"]):
             raise UserError(
-                f"step {self.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the weights were left as they were. "
+                f"step {self.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the weights were left alone. "
                 f"Lower the learning rate, and resume from the last checkpoint in {self.workdir}"
             )
         return seconds, metrics

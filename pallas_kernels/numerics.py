@@ -1,8 +1,8 @@
 """Arithmetic that a compiler cannot bend.
 
-XLA is free to drop a narrowing cast inside a jitted program, to turn a division by a broadcast value into a multiplication by its
-reciprocal, and to contract ``a * b + c`` into one fused multiply-add in one program and not in another. Each helper here gives the
-same bits eagerly, under jit, inside a larger program and inside a gradient. They are plain jnp: the GPU kernels have the same
+XLA is free to drop a narrowing cast inside a jitted program, to turn a division by a broadcast value into a multiplication by
+its reciprocal, and to contract ``a * b + c`` into one fused multiply-add in one program and not in another. Each helper here
+gives the same bits eagerly, under jit, inside a larger program and inside a gradient. They are plain jnp: the GPU kernels have the same
 names for the same steps.
 """
 
@@ -25,8 +25,8 @@ def round_to_bfloat16(x: Float[Array, "..."]) -> Float[Array, "..."]:
       x: float32 array of any shape. Infinities stay; NaN stays NaN; values beyond the largest bfloat16 become infinite.
 
     Returns:
-      bfloat16 array of the same shape. The final cast is exact, so that dropping it is harmless. The derivative goes straight through,
-      as that of a cast does (bit operations alone would have none).
+      bfloat16 array of the same shape. The final cast is exact, so that dropping it is harmless. The derivative goes straight
+      through, as that of a cast does (bit operations alone would have none).
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     round_up = jnp.uint32(0x7FFF) + ((bits >> 16) & 1)

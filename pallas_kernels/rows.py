@@ -1,11 +1,11 @@
 """Row-tile programs: how the jnp references get bits that depend on nothing but the row.
 
-XLA chooses the order of a reduction, the vector width and the fused multiply-adds from the shapes it sees and from the code around an
-operation, so on a CPU as on a GPU the same row has other bits alone than in a batch. A kernel does not have this problem: it
-is one compiled program that runs on tiles of one shape. `map_row_tiles` gives a jnp function the same property. It cuts the rows into
-tiles of `ROW_TILE`, and runs the function on one tile at a time inside a loop. The body of a loop is compiled apart from
-what surrounds it, always for the same shape, so its bits do not depend on how many rows there are, on who the neighbours
-are, or on whether the caller is a sampler or the forward half of a gradient.
+XLA chooses the order of a reduction, the vector width and the fused multiply-adds from the shapes it sees and from the code
+around an operation, so on a CPU as on a GPU the same row has other bits alone than in a batch. A kernel does not have this
+problem: it is one compiled program that runs on tiles of one shape. `map_row_tiles` gives a jnp function the same property. It
+cuts the rows into tiles of `ROW_TILE`, and runs the function on one tile at a time inside a loop. The body of a loop is
+compiled apart from what surrounds it, always for the same shape, so its bits do not depend on how many rows there are, on who
+the neighbours are, or on whether the caller is a sampler or the forward half of a gradient.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,8 @@ def map_row_tiles(body: Callable, rows, *, tile: int = ROW_TILE):
         x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(trips, tile, *x.shape[1:])
 
-    # The loop carries bits: XLA for CPU (jax 0.10) otherwise converts a bfloat16 result to float32 and back, whole, in every trip.
+    # The loop carries bits: XLA for CPU (jax 0.10) otherwise converts a bfloat16 result to float32 and back, whole, in every
+    # trip.
     results = lax.map(
         lambda tile_rows: jax.tree.map(to_bits, body(jax.tree.map(Bits.value, tile_rows, is_leaf=Bits.is_bits))),
         jax.tree.map(lambda x: to_bits(to_tiles(x)), rows),

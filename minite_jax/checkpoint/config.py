@@ -37,9 +37,7 @@ def _plain(value: Any, field: str) -> Any:
         return [_plain(item, f"{field}[{index}]") for index, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(
-        f"{field} is a {type(value).__name__}, which JSON cannot hold: use numbers, strings, lists, mappings"
-    )
+    raise TypeError(f"{field} is a {type(value).__name__}, which JSON cannot hold: use numbers, strings, lists, mappings")
 
 
 def check_config(where: str, stored: Mapping[str, Any], config: Any, may_differ: Collection[str]) -> None:
@@ -63,9 +61,7 @@ def check_config(where: str, stored: Mapping[str, Any], config: Any, may_differ:
         if not allowed and _text(old) != _text(new):
             problems.append(f"{field} was {_text(old)} and is {_text(new)}")
     if problems:
-        raise CheckpointError(
-            f"{where} comes from another configuration: {shorten(problems)}; use that one or a new --workdir"
-        )
+        raise CheckpointError(f"{where} comes from another configuration: {shorten(problems)}; use that one or a new --workdir")
 
 
 def flat_fields(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -61,9 +61,7 @@ def describe(name: str, leaf: Any) -> Leaf:
         CheckpointError: the leaf is no array.
     """
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
-        raise CheckpointError(
-            f"leaf {name!r} of the state is a {type(leaf).__name__}, not an array: wrap it in jnp.asarray"
-        )
+        raise CheckpointError(f"leaf {name!r} of the state is a {type(leaf).__name__}, not an array: wrap it in jnp.asarray")
     if is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, leaf)
         return Leaf(tuple(leaf.shape), str(data.dtype), key_impl(leaf))

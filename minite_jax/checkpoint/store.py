@@ -53,9 +53,7 @@ def save(workdir: str | os.PathLike, step: int, state: PyTree, config: Any, keep
         ValueError: `step` is negative or `keep` is below 1.
     """
     if step < 0 or (keep is not None and keep < 1):
-        raise ValueError(
-            f"a checkpoint needs step >= 0 and keep >= 1 (or None), not step {step} and keep {keep}"
-        )
+        raise ValueError(f"a checkpoint needs step >= 0 and keep >= 1 (or None), not step {step} and keep {keep}")
     if jax.process_count() > 1:
         raise CheckpointError("checkpoints are written by one process; this run has several")
     arrays = leaf_lib.flatten(state)
@@ -82,12 +80,8 @@ def save(workdir: str | os.PathLike, step: int, state: PyTree, config: Any, keep
         unfinished.rename(final)
     except Exception as error:  # orbax and tensorstore raise many types
         newest = latest_step(workdir)
-        left = (
-            "there is no earlier one" if newest is None else f"the checkpoint of step {newest} is untouched"
-        )
-        raise CheckpointError(
-            f"could not save step {step} under {folder}: {_reason(error)}; {left}"
-        ) from error
+        left = "there is no earlier one" if newest is None else f"the checkpoint of step {newest} is untouched"
+        raise CheckpointError(f"could not save step {step} under {folder}: {_reason(error)}; {left}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # also after Ctrl-C
     _prune(folder, keep)
@@ -162,14 +156,10 @@ def _folder(workdir: str | os.PathLike) -> Path:
 def _find(workdir: str | os.PathLike, step: int | None) -> tuple[str, Path]:
     present = steps(workdir)
     if not present:
-        raise CheckpointError(
-            f"there is no checkpoint in {_folder(workdir)}: check --workdir, or start a new run"
-        )
+        raise CheckpointError(f"there is no checkpoint in {_folder(workdir)}: check --workdir, or start a new run")
     step = present[-1] if step is None else step
     if step not in present:
-        raise CheckpointError(
-            f"there is no checkpoint of step {step} in {_folder(workdir)}: it has {_listed(present)}"
-        )
+        raise CheckpointError(f"there is no checkpoint of step {step} in {_folder(workdir)}: it has {_listed(present)}")
     path = _folder(workdir) / str(step)
     return f"checkpoint {path}", path
 
@@ -188,9 +178,7 @@ def _read_json(workdir: str | os.PathLike, where: str, path: Path) -> dict[str, 
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise _damaged(
-            workdir, where, path.parent, f"{path.name} cannot be read ({_reason(error)})"
-        ) from error
+        raise _damaged(workdir, where, path.parent, f"{path.name} cannot be read ({_reason(error)})") from error
     if not isinstance(content, dict):
         raise _damaged(workdir, where, path.parent, f"{path.name} holds no JSON object")
     return content
@@ -201,9 +189,7 @@ def _read_manifest(workdir: str | os.PathLike, where: str, path: Path) -> dict[s
     manifest = _read_json(workdir, where, path / "manifest.json")
     if manifest.get("format") != FORMAT:
         stored = manifest.get("format")
-        raise CheckpointError(
-            f"{where} has format {stored!r}, this version reads {FORMAT}: use the version that wrote it"
-        )
+        raise CheckpointError(f"{where} has format {stored!r}, this version reads {FORMAT}: use the version that wrote it")
     try:
         stored = {name: leaf_lib.Leaf.from_json(leaf) for name, leaf in manifest["leaves"].items()}
         expected = {name: (size, crc) for name, (size, crc) in manifest["files"].items()}
@@ -244,9 +230,7 @@ def _write_arrays(path: Path, arrays: dict[str, Any], described: dict[str, leaf_
         for name, leaf in arrays.items()
         if 0 not in described[name].shape  # orbax stores no empty arrays; the manifest says all about them
     }
-    stored = {
-        name: np.asarray(leaf) if isinstance(leaf, np.generic) else leaf for name, leaf in stored.items()
-    }
+    stored = {name: np.asarray(leaf) if isinstance(leaf, np.generic) else leaf for name, leaf in stored.items()}
     if not stored:
         path.mkdir()
         return

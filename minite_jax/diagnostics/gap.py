@@ -22,8 +22,8 @@ def gap_metrics(log_probs: Float[Array, "B T"], sampler_log_probs: Float[Array, 
       mask: [B, T] tokens to compare.
 
     Returns:
-      Float32 scalars by name. A NaN in either argument, where the mask holds, makes mean, max and gen_kl_error NaN: never skipped.
-      An empty mask gives 0 everywhere, with tokens_compared 0.
+      Float32 scalars by name. A NaN in either argument, where the mask holds, makes mean, max and gen_kl_error NaN: never
+      skipped. An empty mask gives 0 everywhere, with tokens_compared 0.
     """
     count = jnp.sum(mask)
     divisor = jnp.maximum(count, 1)

@@ -9,8 +9,8 @@ def group_advantages(
 ) -> Float[Array, "P G"]:
     """GRPO's advantage: reward minus the group's mean, divided by the group's population deviation.
 
-    Source: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), section 4.1.2. Without the division it is that of Dr. GRPO (Liu et al.
-    2025, arXiv:2503.20783).
+    Source: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), section 4.1.2. Without the division it is that of Dr. GRPO (Liu
+    et al. 2025, arXiv:2503.20783).
 
     Args:
       rewards: [P, G] float32.

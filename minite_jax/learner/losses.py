@@ -1,4 +1,5 @@
-"""Losses per token: pure functions, one per algorithm. The update masks them and divides by the number of tokens in the whole batch.
+"""Losses per token: pure functions, one per algorithm. The update masks them and divides by the number of tokens in the whole
+batch.
 
 Let B be rollouts, T tokens.
 """
@@ -15,9 +16,11 @@ def grpo_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Float[Array, "B T"]:
-    """GRPO's clipped surrogate, without a KL term: ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, r the ratio of probabilities.
+    """GRPO's clipped surrogate, without a KL term: ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, r the ratio of
+    probabilities.
 
-    Source: Shao et al. 2024 (arXiv:2402.03300), equation 3; separate bounds: Yu et al. 2025, DAPO (arXiv:2503.14476), equation 10.
+    Source: Shao et al. 2024 (arXiv:2402.03300), equation 3; separate bounds: Yu et al. 2025, DAPO (arXiv:2503.14476), equation
+      10.
 
     Args:
       log_probs: [B, T] of the policy that is trained, nats; the gradient flows through them.

@@ -2,8 +2,9 @@
 
     state, policy, metrics = update(state, policy, batch)
 
-The forward inside the gradient is `minite_jax.model.scored_tokens` on the policy that sampled, with the float32 masters attached to
-receive the gradients. The weights are quantised once, at the end, outside the gradient; the sampler uses that same policy.
+The forward inside the gradient is `minite_jax.model.scored_tokens` on the policy that sampled, with the float32 masters
+attached to receive the gradients. The weights are quantised once, at the end, outside the gradient; the sampler uses that same
+policy.
 """
 
 import dataclasses
@@ -90,7 +91,9 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optax chain of an `OptimizerConfig`. The first update counts as step 1, so that a warm-up does not begin with rate 0."""
+    """The optax chain of an `OptimizerConfig`. The first update counts as step 1, so that a warm-up does not begin with rate
+    0.
+    """
     rate = schedule(config)
     adamw = optax.adamw(
         lambda count: rate(count + 1), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
@@ -125,10 +128,10 @@ def make_update(
       remat: recompute each layer in the backward.
 
     Returns:
-      ``update(state, policy, batch) -> (state, policy, metrics)``. Metrics are float32 scalars: loss (mean over the masked tokens of the
-      whole batch), entropy, grad_norm (before clipping), update_applied (0 where the mask is empty or the gradient not finite: state
-      and policy are then unchanged) and, where the batch has sampler log-probs, those of `gap_metrics`. The state's buffers are
-      donated.
+      ``update(state, policy, batch) -> (state, policy, metrics)``. Metrics are float32 scalars: loss (mean over the masked
+      tokens of the whole batch), entropy, grad_norm (before clipping), update_applied (0 where the mask is empty or the
+      gradient not finite: state and policy are then unchanged) and, where the batch has sampler log-probs, those of
+      `gap_metrics`. The state's buffers are donated.
     """
 
     def micro_loss(params, policy, batch, num_tokens):

@@ -133,9 +133,7 @@ def _accuracy(axes: Any, runs: list[tuple[str, Rows]]) -> bool:
     axes.set_title("Accuracy on held-out prompts")
     axes.set_ylabel("share answered right")
     axes.set_ylim(-0.03, 1.03)
-    return _lines(
-        axes, runs, {names.ACCURACY_GREEDY: ("greedy", "o-"), names.ACCURACY_SAMPLED: ("T = 1", "s--")}
-    )
+    return _lines(axes, runs, {names.ACCURACY_GREEDY: ("greedy", "o-"), names.ACCURACY_SAMPLED: ("T = 1", "s--")})
 
 
 def _gap(axes: Any, runs: list[tuple[str, Rows]]) -> bool:

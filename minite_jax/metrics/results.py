@@ -135,9 +135,7 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike) -> Path | 
         return None
     keys = [column["key"] for column in results["columns"]]
     texts = [key for key in keys if any(isinstance(row[key], str) for row in rows)]
-    groups = [
-        " ".join(format_cell(row[key]) for key in texts) or str(number) for number, row in enumerate(rows, 1)
-    ]
+    groups = [" ".join(format_cell(row[key]) for key in texts) or str(number) for number, row in enumerate(rows, 1)]
     units = list(dict.fromkeys(column["unit"] for column in columns))
     height = sum(0.8 + len(rows) * (0.2 + 0.22 * sum(c["unit"] == unit for c in columns)) for unit in units)
     with new_figure(figure_figsize=(8.0, max(2.6, height + 0.8)), axes_grid_axis="x") as figure:
@@ -168,9 +166,7 @@ def format_cell(value: Any) -> str:
     return str(value)
 
 
-def _bars(
-    axes: Any, groups: list[str], rows: Sequence[Mapping[str, Any]], columns: list[Mapping[str, str]]
-) -> None:
+def _bars(axes: Any, groups: list[str], rows: Sequence[Mapping[str, Any]], columns: list[Mapping[str, str]]) -> None:
     width = 0.8 / len(columns)
     for index, column in enumerate(columns):
         values = [row[column["key"]] for row in rows]
@@ -196,9 +192,7 @@ def _drawable(value: Any) -> bool:
 def _is_numeric(results: Mapping[str, Any], key: str) -> bool:
     """Whether a column holds numbers: at least one, and else only cells that were not run."""
     values = [row[key] for row in results["rows"] if row[key] is not None]
-    return bool(values) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in values
-    )
+    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _heading(column: Mapping[str, str]) -> str:

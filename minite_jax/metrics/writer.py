@@ -201,9 +201,7 @@ class MultiWriter:
             writer.close()
 
 
-def make_writer(
-    workdir: str | os.PathLike, *, resume_step: int | None = None, tensorboard: bool = False
-) -> MetricWriter:
+def make_writer(workdir: str | os.PathLike, *, resume_step: int | None = None, tensorboard: bool = False) -> MetricWriter:
     """Returns the writer of a run: `metrics.jsonl`, and TensorBoard events as well if asked for.
 
     Args and errors: those of `JsonlWriter` and `TensorBoardWriter`.

@@ -18,7 +18,8 @@ class ModelConfig:
       num_experts: E, 0 for a dense model.
       num_experts_per_tok: k.
       moe_intermediate_size: F of an expert.
-      norm_topk_prob: whether a token's k router weights are divided by their sum. Hugging Face's default is False; Qwen3-30B-A3B has True.
+      norm_topk_prob: whether a token's k router weights are divided by their sum. Hugging Face's default is False;
+        Qwen3-30B-A3B has True.
       rope_theta: base of the rotary angles.
       rms_norm_eps: added to the mean square in every norm.
       tie_word_embeddings: whether the output embedding is the input embedding.
@@ -48,7 +49,8 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of num_key_value_heads={self.num_key_value_heads}"
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
@@ -102,7 +104,8 @@ def qwen3_30b_a3b(**changes) -> ModelConfig:
     """Qwen/Qwen3-30B-A3B, from its config.json."""
     shape = dict(
         vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        intermediate_size=6144, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, rope_theta=1e6,
+        intermediate_size=6144, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+        norm_topk_prob=True, rope_theta=1e6,
     )  # fmt: skip
     return ModelConfig(**(shape | changes))
 

@@ -1,7 +1,8 @@
-"""The one forward of Qwen3, dense and MoE. Sampler, learner, reference policy, evaluation and diagnostics all call `hidden_states`.
+"""The one forward of Qwen3, dense and MoE. Sampler, learner, reference policy, evaluation and diagnostics all call
+`hidden_states`.
 
-Every operation works on rows (tokens) and is bit-exact in the row: see `pallas_kernels.rows`. Between operations there are only reshapes,
-gathers and single adds.
+Every operation works on rows (tokens) and is bit-exact in the row: see `pallas_kernels.rows`. Between operations there are
+only reshapes, gathers and single adds.
 """
 
 import functools

@@ -12,7 +12,9 @@ from pallas_kernels.silu_mul import silu_mul
 
 
 def make_dispatch(experts_Mk: Int[Array, "M k"], num_experts: int) -> Dispatch:
-    """Sorts all assignments by expert; within an expert they keep token order. Every assignment has a place: nothing is dropped."""
+    """Sorts all assignments by expert; within an expert they keep token order. Every assignment has a place: nothing is
+    dropped.
+    """
     assignments = experts_Mk.reshape(-1)
     order = jnp.argsort(assignments, stable=True).astype(jnp.int32)
     slot = jnp.argsort(order, stable=True).astype(jnp.int32).reshape(experts_Mk.shape)

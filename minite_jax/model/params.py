@@ -1,7 +1,8 @@
 """The parameter tree. One abstract tree says of every parameter its shape, logical axes, kind and initialiser, once.
 
-Initialisation, packing, checkpoints and shardings are maps over this tree. Matrices are stored as [out, in] (the summed axis last), as in
-Hugging Face's files and as NVFP4's blocks want it; query, key and value are one matrix, so are gate and up (gate first).
+Initialisation, packing, checkpoints and shardings are maps over this tree. Matrices are stored as [out, in] (the summed axis
+last), as in Hugging Face's files and as NVFP4's blocks want it; query, key and value are one matrix, so are gate and up (gate
+first).
 """
 
 import dataclasses

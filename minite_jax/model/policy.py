@@ -79,8 +79,8 @@ def check_recipe(config: ModelConfig, recipe: Recipe) -> None:
     if recipe.matmuls and not any(recipe.format_of(s.kind, s.layer, config.num_hidden_layers).quantized for s in specs):
         raise ValueError(
             f"recipe {recipe.name} quantises nothing in this model: it wants {' or '.join(recipe.matmuls)} between the first "
-            f"{recipe.first_plain} and the last {recipe.last_plain} of {config.num_hidden_layers} layers; choose another recipe, or "
-            f"recipe({recipe.name!r}, first_plain=..., last_plain=...)"
+            f"{recipe.first_plain} and the last {recipe.last_plain} of {config.num_hidden_layers} layers; choose another recipe, "
+            f"or recipe({recipe.name!r}, first_plain=..., last_plain=...)"
         )
 
 
@@ -96,7 +96,8 @@ def prepare(params: dict, config: ModelConfig, recipe: Recipe) -> Policy:
       The `Policy` that `forward`, `sample` and the learner share.
 
     Raises:
-      ValueError: a parameter is missing, of the wrong shape or type, or holds NaN or infinity (named); or the recipe quantises nothing.
+      ValueError: a parameter is missing, of the wrong shape or type, or holds NaN or infinity (named); or the recipe quantises
+        nothing.
     """
     params_lib.check_params(params, config)
     check_recipe(config, recipe)

@@ -1,8 +1,8 @@
 """Linear maps whose forward reads the stored weights and whose backward writes to the masters.
 
-The weights of a policy are quantised once per update, outside the gradient. `linear(format, x, stored, master)` computes with `stored`; its
-gradient with respect to the weight is handed to `master`, whose values are never read. A sampler passes no master and runs the same
-function.
+The weights of a policy are quantised once per update, outside the gradient. `linear(format, x, stored, master)` computes with
+`stored`; its gradient with respect to the weight is handed to `master`, whose values are never read. A sampler passes no
+master and runs the same function.
 
 Backward ("dequantised"): the derivative of the function that ran, straight through the rounding:
 ``dX = G deq(W)`` and ``dW = G^T deq(X)``, with X as it was quantised in the forward (kept packed, 0.56 bytes an element).
@@ -91,7 +91,8 @@ def expert_linear(
 
     Args:
       format: formats of the operands.
-      x: [M, K], one row per token (`gather`: quantised first, then copied to its experts), or [M k, K], one per sorted assignment.
+      x: [M, K], one row per token (`gather`: quantised first, then copied to its experts), or [M k, K], one per sorted
+        assignment.
       stored: [E, N, K] weights as the policy stores them.
       master: [E, N, K] float32 that receives the weights' gradient, or None.
       dispatch: the assignments.

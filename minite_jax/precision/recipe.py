@@ -73,17 +73,32 @@ _FOUR_OVER_SIX = _nvfp4(
 _NAIVE = _nvfp4(ScaleRule.te(outer="matrix"), ScaleRule.te(outer="matrix"))
 _ALL = (ATTENTION, MLP, EXPERTS)
 
-RECIPES: dict[str, Recipe] = {
-    r.name: r
-    for r in (
-        Recipe("fp32", "nothing quantised, float32 throughout", dtype="float32"),
-        Recipe("bf16", "nothing quantised, bfloat16"),
-        Recipe("nvfp4", "W4A4: every projection and MLP or expert matrix; fp8_exact scales, activations per row", quantized=_FP8_EXACT, matmuls=_ALL),
-        Recipe("nvfp4_46", "as nvfp4 with four-over-six scales from all of E4M3", quantized=_FOUR_OVER_SIX, matmuls=_ALL),
-        Recipe("nvfp4_experts", "routed experts only; first 2 and last 4 layers bfloat16", quantized=_FP8_EXACT, matmuls=(EXPERTS,), first_plain=2, last_plain=4),
-        Recipe("nvfp4_te", "as nvfp4 with one amax per activation tensor: the naive comparator, breaks the batch contract", quantized=_NAIVE, matmuls=_ALL),
-    )
-}  # fmt: skip
+_RECIPES = (
+    Recipe("fp32", "nothing quantised, float32 throughout", dtype="float32"),
+    Recipe("bf16", "nothing quantised, bfloat16"),
+    Recipe(
+        "nvfp4",
+        "W4A4: every projection and every MLP or expert matrix; fp8_exact scales, activations per row",
+        quantized=_FP8_EXACT,
+        matmuls=_ALL,
+    ),
+    Recipe("nvfp4_46", "as nvfp4, with four-over-six scales from all of E4M3", quantized=_FOUR_OVER_SIX, matmuls=_ALL),
+    Recipe(
+        "nvfp4_experts",
+        "routed experts only; first 2 and last 4 layers bfloat16",
+        quantized=_FP8_EXACT,
+        matmuls=(EXPERTS,),
+        first_plain=2,
+        last_plain=4,
+    ),
+    Recipe(
+        "nvfp4_te",
+        "as nvfp4, with one amax per activation tensor: the naive comparator, which breaks the batch contract",
+        quantized=_NAIVE,
+        matmuls=_ALL,
+    ),
+)
+RECIPES: dict[str, Recipe] = {each.name: each for each in _RECIPES}
 
 
 def recipe(name: str, **changes) -> Recipe:

@@ -1,4 +1,5 @@
-"""Sampling from a policy: prompts of unequal length in one batch, n samples from one prefill, one token at a time through the cache.
+"""Sampling from a policy: prompts of unequal length in one batch, n samples from one prefill, one token at a time through the
+cache.
 
 Let P be prompts, G samples per prompt, B = P G rollouts (prompt-major), L the padded prompt length, C the most new tokens.
 """
@@ -123,7 +124,8 @@ def sample(
 ) -> Rollouts:
     """Samples completions.
 
-    A rollout's tokens and log-probs depend on its prompt, its request id, its number among the n samples and the key alone: not on the
+    A rollout's tokens and log-probs depend on its prompt, its request id, its number among the n samples and the key alone:
+    not on the
     other prompts, the padding, or the chunks of the prefill.
 
     Args:
@@ -166,16 +168,17 @@ def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.n
     tokens_PL = np.zeros((len(prompts), slots), np.int32)
     for p, prompt in enumerate(prompts):
         row = np.asarray(prompt, np.int64)
-        if row.min() < 0 or row.max() >= vocab_size:
-            raise ValueError(
-                f"prompt {p} holds token {int(row.max() if row.min() >= 0 else row.min())}, outside the vocabulary 0..{vocab_size - 1}"
-            )
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if outside.size:
+            raise ValueError(f"prompt {p} holds token {outside[0]}, outside the vocabulary 0..{vocab_size - 1}")
         tokens_PL[p, : len(row)] = row
     return tokens_PL, length_P
 
 
 def request_keys(key, request_ids: UInt[Array, "P"], n: int):
-    """Typed PRNG keys [B], prompt-major: each from the key, the request's id and the sample's number. Fold in the step to draw a token."""
+    """Typed PRNG keys [B], prompt-major: each from the key, the request's id and the sample's number. Fold in the step to draw
+    a token.
+    """
     fold_in = jax.vmap(jax.random.fold_in)
     key_P = jax.vmap(functools.partial(jax.random.fold_in, key))(request_ids)
     return fold_in(jnp.repeat(key_P, n), jnp.tile(jnp.arange(n), request_ids.shape[0]))

@@ -3,8 +3,8 @@
     26455?=2.           direct
     26455?28272=2.      with the working: 2, 2+6, 8+4 mod 10, ...
 
-A small model learns the working well and the direct answer hardly at all. Supervised training imitates a mixture of both; reinforcement
-learning finds out which of the two is rewarded.
+A small model learns the working well and the direct answer hardly at all. Supervised training imitates a mixture of both;
+reinforcement learning finds out which of the two is rewarded.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,9 @@ class DigitSum:
         return self._tokenizer.encode(text)
 
     def reward(self, example: Example, completion_ids: Sequence[int]) -> float:
-        """1 if the completion has one "=" and ends in "=", the right digit and the end mark; else 0. The working is not judged."""
+        """1 if the completion has one "=" and ends in "=", the right digit and the end mark; else 0. The working is not
+        judged.
+        """
         text = self._tokenizer.decode(completion_ids)
         return float(text.count("=") == 1 and text.endswith(f"={example.answer}."))
 

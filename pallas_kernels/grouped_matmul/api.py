@@ -17,8 +17,8 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """Multiplies consecutive groups of rows, each with its own matrix: row i of group e gives ``x[i] @ w[e].T``.
 
-    The semantics are those of `jax.lax.ragged_dot`: rows behind the last group give zeros, groups may be empty. A row's bits do not
-    depend on the sizes of the groups, and equal those of `matmul` with the same matrix.
+    The semantics are those of `jax.lax.ragged_dot`: rows behind the last group give zeros, groups may be empty. A row's bits
+    do not depend on the sizes of the groups, and equal those of `matmul` with the same matrix.
 
     Args:
       x: [M, K], rows sorted by group: `Nvfp4Array` with an outer scale per row or one, or bfloat16 / float32.

@@ -1,8 +1,10 @@
-"""Log-probabilities of tokens under the distribution that a sampler draws from. Let M be rows, D the model width, V the vocabulary.
+"""Log-probabilities of tokens under the distribution that a sampler draws from. Let M be rows, D the model width, V the
+vocabulary.
 
 **The convention.** The log-prob of a token is that of the distribution which is sampled: logits divided by the temperature,
-cut to the top k, then to the top p, renormalised over what is kept. Temperature 0 means greedy decoding, whose log-probs are those of the
-untruncated distribution at temperature 1. The learner computes the same thing from the same logits, so it keeps the same tokens.
+cut to the top k, then to the top p, renormalised over what is kept. Temperature 0 means greedy decoding, whose log-probs are
+those of the untruncated distribution at temperature 1. The learner computes the same thing from the same logits, so it keeps
+the same tokens.
 """
 
 import dataclasses
@@ -69,7 +71,8 @@ def log_prob_of_logits(
 
 
 def sample_tokens(logits: Float[Array, "M V"], keys, truncation: Truncation, kept: Bool[Array, "M V"] | None) -> Int[Array, "M"]:
-    """Draws one token per row by the Gumbel-max trick in float32, from the row's own key; greedy: the largest logit, ties to the lower index.
+    """Draws one token per row by the Gumbel-max trick in float32, from the row's own key; greedy: the largest logit, ties to
+    the lower index.
 
     Args:
       logits: [M, V] float32, raw.

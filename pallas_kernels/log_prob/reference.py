@@ -70,7 +70,9 @@ def sample_tokens(logits_MV, keys_M, truncation, kept_MV):
 
 
 def _chunks(rows):
-    """Cuts arrays [M, ...] into [C, ROW_CHUNK, ...], the last chunk filled up with zeros; also gives the function that undoes it."""
+    """Cuts arrays [M, ...] into [C, ROW_CHUNK, ...], the last chunk filled up with zeros; also gives the function that undoes
+    it.
+    """
     num_rows = jax.tree.leaves(rows)[0].shape[0]
     chunks = -(-num_rows // ROW_CHUNK)
 

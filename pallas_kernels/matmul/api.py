@@ -34,7 +34,9 @@ def matmul(
 
 
 def matmul_dgrad(g: Float[Array, "M N"], w: operands.Operand, *, implementation: str | None = None) -> Float[Array, "M K"]:
-    """Gradient with respect to `x`: ``g @ dequantized(w)`` in float32, for the output gradient `g` [M, N] and weights `w` [N, K]."""
+    """Gradient with respect to `x`: ``g @ dequantized(w)`` in float32, for the output gradient `g` [M, N] and weights `w` [N,
+    K].
+    """
     dispatch.resolve("matmul_dgrad", implementation)
     return reference.matmul_dgrad(g, w)
 
