@@ -1,7 +1,6 @@
 """Scale rules: how the two levels of scales of an NVFP4 tensor are chosen from its numbers."""
 
 import dataclasses
-from typing import Literal
 
 _BLOCKS = ((1, 16), (16, 16))
 
@@ -27,10 +26,10 @@ class ScaleRule:
         for a larger scale).
     """
 
-    family: Literal["fp8_exact", "te"]
-    outer: Literal["row", "matrix"] = "row"
+    family: str
+    outer: str = "row"
     block: tuple[int, int] = (1, 16)
-    four_over_six: Literal["mae", "mse"] | None = None
+    four_over_six: str | None = None
     bound: int = 448
 
     def __post_init__(self):
