@@ -31,13 +31,14 @@ class Policy:
     """Weights in the formats of a recipe, and what is needed to run them.
 
     Attributes:
-      weights: tree of `abstract_params` with each leaf in its stored format. Made once per update by `pack`.
+      weights: tree of `abstract_params` with each leaf in its stored format. Made once per update by `pack`. None in the copy
+        that a layer is handed beside its own weights.
       config: shape of the model.
       recipe: precision recipe.
       masters: float32 master tree, present only inside a gradient (see `with_masters`).
     """
 
-    weights: dict
+    weights: dict | None
     config: ModelConfig = flax.struct.field(pytree_node=False)
     recipe: Recipe = flax.struct.field(pytree_node=False)
     masters: dict | None = None

@@ -108,6 +108,9 @@ def _expert_rows(operand: Operand, dispatch: Dispatch, gather: bool) -> Operand:
     if not gather:
         return operand
     token = dispatch.order // dispatch.slot.shape[1]
+    if isinstance(operand, nvfp4.Nvfp4Array) and not operand.outer_per_row:
+        shared = operand.outer_scale  # one for the whole tensor: every row has it already
+        return operand.replace(codes=operand.codes[token], block_scale=operand.block_scale[token], outer_scale=shared)
     return jax.tree.map(lambda leaf: leaf[token], operand)
 
 

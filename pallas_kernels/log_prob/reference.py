@@ -28,12 +28,12 @@ def kept_tokens(logits_MV, truncation):
         order_RV = jnp.argsort(-logits_RV, axis=-1, stable=True)
         sorted_RV = jnp.take_along_axis(logits_RV, order_RV, axis=-1)
         rank_V = jnp.arange(vocab_size)
-        keep_RV = jnp.broadcast_to(rank_V < truncation.top_k if truncation.top_k > 0 else rank_V >= 0, sorted_RV.shape)
+        keep_RV = jnp.broadcast_to((rank_V < truncation.top_k if truncation.top_k > 0 else rank_V >= 0)[None, :], sorted_RV.shape)
         if truncation.top_p < 1.0:
             exp_RV = jnp.where(keep_RV, jnp.exp(sorted_RV - sorted_RV[:, :1]), 0.0)
             before_RV = jnp.cumsum(exp_RV, axis=-1) - exp_RV
             # Kept while what lies before does not reach top_p: the first token always is.
-            keep_RV &= (before_RV < truncation.top_p * ordered_sum(exp_RV)[:, None]) | (rank_V == 0)
+            keep_RV &= (before_RV < truncation.top_p * ordered_sum(exp_RV)[:, None]) | (rank_V == 0)[None, :]
         rank_RV = jnp.argsort(order_RV, axis=-1)
         return jnp.take_along_axis(keep_RV, rank_RV, axis=-1)
 
