@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 
 quickstart: $(VENV)/installed-experiments
 	$(BIN)/python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
+	@echo "The same updates once more, from the same warm-up, with a naive sampler: this is what a gap looks like."
+	$(BIN)/python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart-naive \
+	  --config.init_from=runs/quickstart --config.sft.steps=0 --config.sampler.engine=naive --config.plot_beside=runs/quickstart
 
 test: lint
 	$(BIN)/python -m pytest -n 2

@@ -62,7 +62,7 @@ def get_config() -> ml_collections.ConfigDict:
             ),
             sampler=dict(engine="aligned", samples=8, temperature=1.0, top_p=1.0, top_k=0, max_tokens=8),
             learner=dict(micro_batches=1, remat=False),
-            eval=dict(every=20, prompts=512),
+            eval=dict(every_sft=100, every_rl=20, prompts=512),
             checkpoint=dict(every=20, keep=2),
             tensorboard=False,
         )

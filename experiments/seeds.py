@@ -1,11 +1,11 @@
-"""Is the quick start's gain real? Several seeds, each with the task's reward, with random rewards, and with supervised training instead.
+"""Is the quick start's gain real? Several seeds, each with the task's reward, with random rewards, and supervised instead.
 
-    python -m experiments.seeds --workdir=runs/seeds --seeds=10,11,12,13,14 --out=docs/benchmarks
+    python -m experiments.seeds --workdir=runs/seeds --seeds=10,11,12,13,14 --results_dir=docs/benchmarks
 
-For each seed: one warm-up; from it GRPO with the task's reward; GRPO with a coin for a reward (the control: what the optimiser does
-to the mixture of styles without any signal); and supervised training for as many updates on as many sequences. Finished runs
-are kept, so an interrupted study goes on where it stopped, and several processes can share a workdir if their seeds differ. Writes
-quickstart_seeds.json, from which `experiments.tables` makes the table.
+For each seed: one warm-up; from it GRPO with the task's reward; GRPO with a coin for a reward (the control: what the optimiser
+does to the mixture of styles without any signal); and supervised training for as many updates on as many sequences. Finished
+runs are kept, so an interrupted study goes on where it stopped, and several processes can share a workdir if their seeds
+differ. Writes quickstart_seeds.json, from which `experiments.tables` makes the table.
 """
 
 from pathlib import Path
@@ -31,17 +31,17 @@ ARMS = {
     "sft": "supervised, equal updates and sequences",
 }
 COLUMNS = [
-    {"key": "seed", "label": "seed"},
-    {"key": "arm", "label": "training after the warm-up"},
-    {"key": "sampled_before", "label": "T = 1 before"},
-    {"key": "sampled_after", "label": "T = 1 after"},
-    {"key": "gain", "label": "gain"},
-    {"key": "greedy_before", "label": "greedy before"},
-    {"key": "greedy_after", "label": "greedy after"},
-    {"key": "working_before", "label": "with working before"},
-    {"key": "working_after", "label": "with working after"},
+    {"key": "seed", "label": "seed", "unit": ""},
+    {"key": "arm", "label": "training after the warm-up", "unit": ""},
+    {"key": "sampled_before", "label": "T = 1 before", "unit": ""},
+    {"key": "sampled_after", "label": "T = 1 after", "unit": ""},
+    {"key": "gain", "label": "gain", "unit": ""},
+    {"key": "greedy_before", "label": "greedy before", "unit": ""},
+    {"key": "greedy_after", "label": "greedy after", "unit": ""},
+    {"key": "working_before", "label": "with working before", "unit": ""},
+    {"key": "working_after", "label": "with working after", "unit": ""},
     {"key": "gap_max", "label": "largest gap of all steps", "unit": "nats"},
-    {"key": "tokens_compared", "label": "tokens compared"},
+    {"key": "tokens_compared", "label": "tokens compared", "unit": ""},
 ]
 
 
@@ -125,7 +125,8 @@ def main(argv):
         columns=COLUMNS,
         rows=rows,
         provenance=provenance(),
-        notes="512 held-out problems that no phase saw; at T = 1 eight samples each. Gap: |log-prob sampled - log-prob in the update|.",
+        notes="512 held-out problems that no phase saw, at T = 1 eight samples of each. "
+        "Gap: |log-prob when sampled - log-prob in the update|.",
     )
 
 

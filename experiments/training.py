@@ -19,7 +19,7 @@ from minite_jax.errors import UserError
 from minite_jax.learner import TrainState, init_state
 from minite_jax.metrics import names
 from minite_jax.metrics.plots import plot_metrics
-from minite_jax.metrics.writer import make_writer
+from minite_jax.metrics.writer import make_writer, read_metrics
 from minite_jax.model import init_params, pack
 from minite_jax.rollout import choose_problems, demonstration_batch, reward_rollouts, rollout_batch
 
@@ -112,8 +112,25 @@ class Run:
         finally:
             self.writer.close()
             self.console.close()
-        plot_metrics(self.workdir, also=self.config.plot_beside or None, labels=(self.setup.engine, "beside"))
+        self._summarize()
         return self._evaluate()
+
+    def _summarize(self) -> None:
+        """Draws the plots and prints what the run came to."""
+        beside = self.config.plot_beside
+        other = json.loads((Path(beside) / "config.json").read_text())["sampler"]["engine"] if beside else ""
+        labels = (f"{self.setup.engine} sampler", f"{other} sampler")
+        plots = plot_metrics(self.workdir, also=beside or None, labels=labels)
+        rows = [row for row in read_metrics(self.workdir) if names.GAP_MAX in row]
+        print(f"held-out: {_short(self._evaluate())}")
+        if rows:
+            tokens = sum(row[names.TOKENS_COMPARED] for row in rows)
+            exact = sum(row[names.GAP_EXACT_FRACTION] * row[names.TOKENS_COMPARED] for row in rows) / tokens
+            print(
+                f"gap between sampler and learner over {len(rows)} updates, {tokens:.0f} tokens: largest "
+                f"{max(row[names.GAP_MAX] for row in rows):.3g} nats, equal bits {100 * exact:.4g} %"
+            )
+        print(f"plots: {', '.join(str(path) for path in plots)}")
 
     def _supervised(self) -> None:
         """Warm-up. Ends in the reinforcement phase, or where it stands if there is none."""
@@ -205,7 +222,7 @@ class Run:
         """Evaluates and saves if it is time, writes the step's line, and stops if Ctrl-C was pressed."""
         due = lambda every: last or (every > 0 and int(self.state.phase_step) % every == 0)  # noqa: E731
         row = {names.PHASE: phase, **metrics}
-        if due(self.config.eval.every):
+        if due(self.config.eval.every_sft if phase == "sft" else self.config.eval.every_rl):
             row |= self._evaluate()
         self.writer.write(self.step - 1, row)
         self.console.step(self.step - 1, row)

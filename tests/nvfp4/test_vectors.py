@@ -27,8 +27,6 @@ TE_RULES = {
     "tensor_16x16_46_mae_448": nvfp4.ScaleRule.te("matrix", block=(16, 16), four_over_six="mae"),
 }
 
-_jitted = jax.jit(nvfp4.quantize, static_argnums=1)
-
 
 def inputs_of(data):
     return sorted({name.split("/")[0] for name in data})
@@ -40,10 +38,10 @@ def assert_same(q, scales, codes, name):
 
 
 @pytest.mark.parametrize("mode", TE_RULES)
-def test_transformer_engine(mode):
+def test_transformer_engine(shared, mode):
     rule = TE_RULES[mode]
     for name in inputs_of(TE):
-        q = _jitted(jnp.asarray(TE[f"{name}/x"]), rule)
+        q = shared.quantize(TE[f"{name}/x"], rule)
         assert_same(q, TE[f"{name}/{mode}/scales"], TE[f"{name}/{mode}/codes"], name)
         amax = TE[f"{name}/{mode}/amax"]
         outer = np.where(amax == 0, np.float32(1), amax / np.float32(6 * rule.bound))
@@ -60,22 +58,21 @@ def test_transformer_engine_eager(mode):
     assert_same(q, stack[f"{mode}/scales"], stack[f"{mode}/codes"], str(names))
 
 
-def test_transformer_engine_hadamard():
+def test_transformer_engine_hadamard(shared):
     transform = jax.jit(nvfp4.random_hadamard)
     for name in inputs_of(TE):
         x_t = transform(jnp.asarray(TE[f"{name}/x"].T))
-        q = _jitted(x_t, nvfp4.ScaleRule.te("matrix"))
+        q = shared.quantize(x_t, nvfp4.ScaleRule.te("matrix"))
         expected = f"{name}/rht_columnwise_bf16"
         assert np.abs(np.asarray(x_t, np.float32)).max() == TE[f"{expected}/amax"][0], name
         assert_same(q, TE[f"{expected}/scales"], TE[f"{expected}/codes"], name)
 
 
 @pytest.mark.parametrize("name", inputs_of(FP8_EXACT))
-def test_fp8_exact(name):
-    q = _jitted(jnp.asarray(FP8_EXACT[f"{name}/x"]), nvfp4.ScaleRule.fp8_exact())
+def test_fp8_exact(shared, name):
+    q = shared.quantize(FP8_EXACT[f"{name}/x"], nvfp4.ScaleRule.fp8_exact())
     np.testing.assert_array_equal(np.asarray(q.outer_scale), FP8_EXACT[f"{name}/outer"])
     assert_same(q, FP8_EXACT[f"{name}/scales"], FP8_EXACT[f"{name}/codes"], name)
-    assert nvfp4.is_fp8_exact(q)
 
 
 def test_fp8_exact_eager():
@@ -85,14 +82,15 @@ def test_fp8_exact_eager():
     q = nvfp4.quantize(jnp.asarray(stack["x"]), nvfp4.ScaleRule.fp8_exact())
     np.testing.assert_array_equal(np.asarray(q.outer_scale), stack["outer"])
     assert_same(q, stack["scales"], stack["codes"], str(names))
+    assert nvfp4.is_fp8_exact(q)
 
 
-def test_bfloat16_input_is_read_exactly():
+def test_bfloat16_input_is_read_exactly(shared):
     x = jnp.asarray(FP8_EXACT["bf16/x"]).astype(jnp.bfloat16)
-    q = _jitted(x, nvfp4.ScaleRule.fp8_exact())
+    q = shared.quantize(x, nvfp4.ScaleRule.fp8_exact())
     np.testing.assert_array_equal(np.asarray(q.codes), FP8_EXACT["bf16/codes"])
 
 
-def test_transformer_engine_scales_are_not_fp8_exact():
-    q = _jitted(jnp.asarray(TE["gauss/x"]), TE_RULES["row_1x16"])
+def test_transformer_engine_scales_are_not_fp8_exact(shared):
+    q = shared.quantize(TE["gauss/x"], TE_RULES["row_1x16"])
     assert not nvfp4.is_fp8_exact(q)
