@@ -2,8 +2,8 @@
 
 XLA is free to drop a narrowing cast inside a jitted program, to turn a division by a broadcast value into a multiplication by
 its reciprocal, and to contract ``a * b + c`` into one fused multiply-add in one program and not in another. Each helper here
-gives the same bits eagerly, under jit, inside a larger program and inside a gradient. They are plain jnp: the GPU kernels have the same
-names for the same steps.
+gives the same bits eagerly, under jit, inside a larger program and inside a gradient. They are plain jnp: the GPU kernels have
+the same names for the same steps.
 """
 
 import jax

@@ -9,6 +9,7 @@ the neighbours are, or on whether the caller is a sampler or the forward half of
 """
 
 from collections.abc import Callable
+from typing import no_type_check
 
 import flax.struct
 import jax
@@ -21,6 +22,7 @@ ROW_TILE = 32
 
 
 @flax.struct.dataclass
+@no_type_check  # jax rebuilds pytrees with stand-ins for arrays
 class Bits:
     """An array that a loop carries: bfloat16 as uint16, everything else as it is."""
 

@@ -9,6 +9,7 @@ policy.
 
 import dataclasses
 from collections.abc import Callable
+from typing import no_type_check
 
 import flax.struct
 import jax
@@ -24,6 +25,7 @@ from pallas_kernels.log_prob import Truncation
 
 
 @flax.struct.dataclass
+@no_type_check  # jax rebuilds pytrees with stand-ins for arrays
 class TrainState:
     """What training carries from step to step, and a checkpoint holds.
 
@@ -39,6 +41,7 @@ class TrainState:
 
 
 @flax.struct.dataclass
+@no_type_check  # jax rebuilds pytrees with stand-ins for arrays
 class Batch:
     """One update's data. Column t of the [B, T-1] arrays belongs to token t + 1.
 

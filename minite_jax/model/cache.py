@@ -1,5 +1,7 @@
 """The key/value cache: one slot per position, counted from each sequence's own start."""
 
+from typing import no_type_check
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from minite_jax.precision.recipe import Recipe
 
 
 @flax.struct.dataclass
+@no_type_check  # jax rebuilds pytrees with stand-ins for arrays
 class KVCache:
     """Keys and values of B sequences, S slots each.
 

@@ -1,6 +1,6 @@
 """A policy: the one stored set of weights that sampler, learner, evaluation and diagnostics share."""
 
-from typing import Any
+from typing import Any, no_type_check
 
 import flax.struct
 import jax
@@ -27,6 +27,7 @@ class Weight:
 
 
 @flax.struct.dataclass
+@no_type_check  # jax rebuilds pytrees with stand-ins for arrays
 class Policy:
     """Weights in the formats of a recipe, and what is needed to run them.
 

@@ -7,6 +7,7 @@ Let P be prompts, G samples per prompt, B = P G rollouts (prompt-major), L the p
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import no_type_check
 
 import flax.struct
 import jax
@@ -64,6 +65,7 @@ class SamplingParams:
 
 
 @flax.struct.dataclass
+@no_type_check  # jax rebuilds pytrees with stand-ins for arrays
 class Rollouts:
     """What a sampler returns.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Example:
     answer: str
 
 
+@runtime_checkable  # jaxtyping's hook checks arguments by isinstance
 class Task(Protocol):
     """Problems by split ("sft", "rl", "heldout") and index, and their rewards.
 
