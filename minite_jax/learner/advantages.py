@@ -18,7 +18,7 @@ def group_advantages(
       normalize: whether to divide by the deviation (population: divided by the number of samples, not by one less).
 
     Returns:
-      [P, G] float32, each group summing to 0. A group of one sample or of equal rewards gets 0.
+      [P, G] float32, each group summing to 0. A group of one sample or of equal rewards gets 0; one with a valid NaN gets NaN.
     """
     valid_PG = jnp.ones(rewards.shape, bool) if valid is None else valid
     rewards_PG = jnp.where(valid_PG, rewards, 0.0)
@@ -28,6 +28,6 @@ def group_advantages(
     if not normalize:
         return centred_PG
     deviation_P1 = jnp.sqrt(jnp.sum(centred_PG**2, axis=1, keepdims=True) / count_P1)
-    # Equal rewards leave a deviation of rounding errors (three times 0.1), not of 0.
-    has_signal_P1 = deviation_P1 > 1e-6 * jnp.max(jnp.abs(rewards_PG), axis=1, keepdims=True)
-    return jnp.where(has_signal_P1, centred_PG / jnp.where(has_signal_P1, deviation_P1, 1.0), 0.0)
+    # Equal rewards leave a deviation of rounding errors (three times 0.1), not of 0. A NaN is not equal to anything and shows.
+    all_equal_P1 = deviation_P1 <= 1e-6 * jnp.max(jnp.abs(rewards_PG), axis=1, keepdims=True)
+    return jnp.where(all_equal_P1, 0.0, centred_PG / jnp.where(all_equal_P1, 1.0, deviation_P1))

@@ -9,11 +9,12 @@ Backward ("dequantised"): the derivative of the function that ran, straight thro
 """
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from minite_jax.precision.recipe import MatmulFormat
 from pallas_kernels import nvfp4
@@ -35,9 +36,10 @@ class Dispatch:
       group_sizes: [E] int32, assignments per expert.
     """
 
-    order: Int[Array, "Mk"]
-    slot: Int[Array, "M k"]
-    group_sizes: Int[Array, "E"]
+    # `Any`: JAX also builds this tree with placeholders, to match the gradient `None` of a custom derivative.
+    order: Any
+    slot: Any
+    group_sizes: Any
 
 
 def _operand(format: MatmulFormat, x: Float[Array, "M K"]) -> Operand:

@@ -4,11 +4,16 @@ The unit of work is one query token with all its heads. A tile is 32 query token
 Scores, the softmax's sum and the weighted sum of values are explicit trees over arrays of fixed shape.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.numerics import ordered_sum, round_to
 from pallas_kernels.rows import map_row_tiles
+
+# Gradients in full float32: a GPU would otherwise multiply in TF32.
+_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 # Keys per step of the online softmax, counted from the sequence's first token. Part of the definition: another value, other bits.
 KEY_BLOCK = 16
@@ -79,17 +84,19 @@ def attention_gradients(q_BTHK, k_BSNK, v_BSNK, positions_BT, *, g_BTHK):
     scale = head_dim**-0.5
     q_BTNGK = q_BTHK.astype(jnp.float32).reshape(grouped)
     g_BTNGK = g_BTHK.astype(jnp.float32).reshape(grouped)
-    k_BSNK32, v_BSNK32 = k_BSNK.astype(jnp.float32), v_BSNK.astype(jnp.float32)
-
     seen_BTS = jnp.arange(k_BSNK.shape[1])[None, None, :] <= positions_BT[:, :, None]
-    score_BNGTS = jnp.einsum("btngk,bsnk->bngts", q_BTNGK, k_BSNK32) * scale
+    # Slots that no query sees may hold anything, and 0 x NaN is NaN.
+    used_BS11 = jnp.any(seen_BTS, axis=1)[:, :, None, None]
+    k_BSNK32, v_BSNK32 = (jnp.where(used_BS11, x.astype(jnp.float32), 0.0) for x in (k_BSNK, v_BSNK))
+
+    score_BNGTS = _einsum("btngk,bsnk->bngts", q_BTNGK, k_BSNK32) * scale
     score_BNGTS = jnp.where(seen_BTS[:, None, None], score_BNGTS, -jnp.inf)
     prob_BNGTS = jnp.exp(score_BNGTS - jnp.max(score_BNGTS, axis=-1, keepdims=True))
     prob_BNGTS = prob_BNGTS / jnp.sum(prob_BNGTS, axis=-1, keepdims=True)
 
-    dv_BSNK = jnp.einsum("bngts,btngk->bsnk", prob_BNGTS, g_BTNGK)
-    dprob_BNGTS = jnp.einsum("btngk,bsnk->bngts", g_BTNGK, v_BSNK32)
+    dv_BSNK = _einsum("bngts,btngk->bsnk", prob_BNGTS, g_BTNGK)
+    dprob_BNGTS = _einsum("btngk,bsnk->bngts", g_BTNGK, v_BSNK32)
     dscore_BNGTS = prob_BNGTS * (dprob_BNGTS - jnp.sum(prob_BNGTS * dprob_BNGTS, axis=-1, keepdims=True)) * scale
-    dq_BTHK = jnp.einsum("bngts,bsnk->btngk", dscore_BNGTS, k_BSNK32).reshape(q_BTHK.shape)
-    dk_BSNK = jnp.einsum("bngts,btngk->bsnk", dscore_BNGTS, q_BTNGK)
+    dq_BTHK = _einsum("bngts,bsnk->btngk", dscore_BNGTS, k_BSNK32).reshape(q_BTHK.shape)
+    dk_BSNK = _einsum("bngts,btngk->bsnk", dscore_BNGTS, q_BTNGK)
     return dq_BTHK.astype(q_BTHK.dtype), dk_BSNK.astype(k_BSNK.dtype), dv_BSNK.astype(v_BSNK.dtype)

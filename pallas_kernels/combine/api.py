@@ -38,7 +38,7 @@ def _backward(residuals, g_MD):
     outputs_MkD, weights_Mk = residuals
     g_MD = g_MD.astype(jnp.float32)
     doutputs_MkD = (weights_Mk[:, :, None] * g_MD[:, None, :]).astype(outputs_MkD.dtype)
-    dweights_Mk = jnp.einsum("mkd,md->mk", outputs_MkD.astype(jnp.float32), g_MD)
+    dweights_Mk = jnp.einsum("mkd,md->mk", outputs_MkD.astype(jnp.float32), g_MD, precision=jax.lax.Precision.HIGHEST)
     return doutputs_MkD, dweights_Mk
 
 

@@ -6,6 +6,7 @@ from jax import lax
 
 from pallas_kernels import operands
 from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul.reference import dot_nk
 from pallas_kernels.numerics import divide, ordered_sum
 from pallas_kernels.rows import ROW_TILE, map_row_tiles
 
@@ -35,7 +36,8 @@ def kept_tokens(logits_MV, truncation):
             # Kept while what lies before does not reach top_p: the first token always is.
             keep_RV &= (before_RV < truncation.top_p * ordered_sum(exp_RV)[:, None]) | (rank_V == 0)[None, :]
         rank_RV = jnp.argsort(order_RV, axis=-1)
-        return jnp.take_along_axis(keep_RV, rank_RV, axis=-1)
+        # NaN sorts last and would be cut; kept, it makes the row's log-probs NaN.
+        return jnp.take_along_axis(keep_RV, rank_RV, axis=-1) | jnp.isnan(logits_RV)
 
     return map_row_tiles(body, logits_MV)
 
@@ -115,7 +117,8 @@ def token_log_prob_gradients(hidden_MD, head, tokens_M, truncation, dlog_prob_M,
         dlogits_CV = dlog_prob_C[:, None] * (onehot_CV - prob_CV)
         dlogits_CV -= dentropy_C[:, None] * prob_CV * (safe_log_prob_CV + entropy_C1)
         dlogits_CV = dlogits_CV / temperature
-        return dhead_VD + dlogits_CV.T @ hidden_CD.astype(jnp.float32), dlogits_CV @ head_VD
+        dhead_VD += dot_nk(dlogits_CV.T, hidden_CD.astype(jnp.float32).T)
+        return dhead_VD, dot_nk(dlogits_CV, head_VD.T)
 
     chunks, restore = _chunks((hidden_MD, tokens_M, dlog_prob_M, dentropy_M))
     dhead_VD, dhidden_CD = lax.scan(body, jnp.zeros(head_VD.shape, jnp.float32), chunks)

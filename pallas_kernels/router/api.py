@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.matmul.reference import dot_nk
 from pallas_kernels.router import reference
 
 
@@ -49,7 +50,7 @@ def _backward(top_k, normalize, residuals, gradients):
     x_MD, weight_ED, experts_Mk = residuals
 
     def weights_given_choice(x_MD, weight_ED):
-        probs_ME = jax.nn.softmax(x_MD.astype(jnp.float32) @ weight_ED.T, axis=-1)
+        probs_ME = jax.nn.softmax(dot_nk(x_MD.astype(jnp.float32), weight_ED), axis=-1)
         chosen_Mk = jnp.take_along_axis(probs_ME, experts_Mk, axis=-1)
         return chosen_Mk / jnp.sum(chosen_Mk, axis=-1, keepdims=True) if normalize else chosen_Mk
 

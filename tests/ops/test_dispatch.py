@@ -1,0 +1,47 @@
+import logging
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention import attention
+from pallas_kernels.combine import combine
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
+from pallas_kernels.log_prob import Truncation, token_log_prob
+from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rotary import rotary
+from pallas_kernels.router import router
+from pallas_kernels.silu_mul import silu_mul
+
+_A = jnp.ones((2, 16))
+_SIZES = jnp.asarray([2], jnp.int32)
+_HEADS = jnp.ones((1, 2, 1, 4))
+_CALLS = {
+    "matmul": lambda name: matmul(_A, _A, implementation=name),
+    "matmul_dgrad": lambda name: matmul_dgrad(jnp.ones((2, 2)), _A, implementation=name),
+    "matmul_wgrad": lambda name: matmul_wgrad(_A, jnp.ones((2, 2)), implementation=name),
+    "grouped_matmul": lambda name: grouped_matmul(_A, _A[None], _SIZES, implementation=name),
+    "grouped_matmul_dgrad": lambda name: grouped_matmul_dgrad(jnp.ones((2, 2)), _A[None], _SIZES, implementation=name),
+    "grouped_matmul_wgrad": lambda name: grouped_matmul_wgrad(_A, jnp.ones((2, 2)), _SIZES, implementation=name),
+    "rms_norm": lambda name: rms_norm(_A, jnp.ones(16), eps=1e-6, implementation=name),
+    "rotary": lambda name: rotary(_HEADS[0], jnp.ones((2, 2)), jnp.ones((2, 2)), implementation=name),
+    "silu_mul": lambda name: silu_mul(_A, implementation=name),
+    "combine": lambda name: combine(_A[None], jnp.ones((1, 2)), implementation=name),
+    "router": lambda name: router(_A, _A, top_k=1, normalize=True, implementation=name),
+    "attention": lambda name: attention(_HEADS, _HEADS, _HEADS, jnp.zeros((1, 2), jnp.int32), implementation=name),
+    "token_log_prob": lambda name: token_log_prob(_A, _A, jnp.zeros(2, jnp.int32), Truncation(), implementation=name),
+}
+
+
+@pytest.mark.parametrize("op", _CALLS)
+def test_an_unknown_implementation_is_refused_by_name(op):
+    with pytest.raises(NotImplementedError, match=f"{op}: no implementation 'mosaic' on cpu; there is reference"):
+        _CALLS[op]("mosaic")
+
+
+def test_the_choice_is_logged_once(caplog):
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        names = [dispatch.resolve("an op of this test", name) for name in (None, "reference", None)]
+    assert names == ["reference"] * 3
+    assert [record.getMessage() for record in caplog.records] == ["an op of this test: reference implementation on cpu"]
