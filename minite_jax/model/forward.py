@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from minite_jax.model import cache as cache_lib
@@ -24,6 +25,8 @@ from pallas_kernels.numerics import round_to
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rotary import rotary, rotary_table
 from pallas_kernels.silu_mul import silu_mul
+
+_KINDS = (ATTENTION, MLP, EXPERTS)
 
 
 def _add(x_MD, y_MD):
@@ -67,7 +70,7 @@ def _mlp_block(policy, layer, weights, x_MD):
     return linear(format, silu_mul(gate_up_MF), weights["down"].stored, weights["down"].master)
 
 
-def _layer(policy, layer, weights, x_MD, positions_BT, angles, cached):
+def _layer(policy, layer, weights, x_MD, *, positions_BT, angles, cached):
     eps = policy.config.rms_norm_eps
     normed_MD = rms_norm(x_MD, _value(weights["attention_norm"]), eps=eps)
     attended_MD, kv = _attention_block(policy, layer, weights, normed_MD, positions_BT, angles, cached)
@@ -82,6 +85,7 @@ def hidden_states(
     cache: KVCache | None = None,
     *,
     num_new: Int[Array, "B"] | None = None,
+    scan_layers: bool = True,
     remat: bool = False,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Hidden states after the final norm, for a whole batch from its start or for the next tokens of a cache.
@@ -91,6 +95,8 @@ def hidden_states(
       tokens: [B, T] int32. Sequences start at column 0; what lies behind a sequence's end (padding) touches nothing before it.
       cache: None, or the cache that the tokens continue: they take the positions from ``cache.length`` on.
       num_new: [B] int32, how many of the T tokens are real (with a cache); None: all.
+      scan_layers: run layers of the same formats as one loop over their stacked weights, so that compiling takes as long
+        as one layer does; False: one after another, which copies no weights. Same bits.
       remat: recompute each layer in the backward instead of keeping its residuals. Same bits.
 
     Returns:
@@ -115,20 +121,45 @@ def hidden_states(
     angles = (jnp.asarray(cos_SK)[position_M], jnp.asarray(sin_SK)[position_M])
 
     x_MD = _value(weights["embed"])[tokens.reshape(-1)]
-    new_keys, new_values = [], []
-    for i, layer_weights in enumerate(weights["layers"]):
-        cached = None if cache is None else (cache.keys[i], cache.values[i])
-        layer = functools.partial(_layer, policy.replace(weights=None, masters=None), i)
-        if remat:
-            layer = jax.checkpoint(layer)
-        x_MD, (k_BSNK, v_BSNK) = layer(layer_weights, x_MD, positions_BT, angles, cached)
-        new_keys.append(k_BSNK)
-        new_values.append(v_BSNK)
+    cached = None if cache is None else tuple(zip(cache.keys, cache.values, strict=True))
+    shape = policy.replace(weights=None, masters=None)
+    kv = []
+    for first, last in _runs(policy) if scan_layers else ((i, i + 1) for i in range(config.num_hidden_layers)):
+        layer = functools.partial(_layer, shape, first, positions_BT=positions_BT, angles=angles)
+        run_cached = None if cached is None else cached[first:last]
+        x_MD, run_kv = _run_layers(jax.checkpoint(layer) if remat else layer, weights["layers"][first:last], x_MD, run_cached)
+        kv += run_kv
     hidden_MD = rms_norm(x_MD, _value(weights["final_norm"]), eps=config.rms_norm_eps)
     if cache is not None:
         added_B = length if num_new is None else num_new
-        cache = KVCache(keys=tuple(new_keys), values=tuple(new_values), length=cache.length + added_B)
+        keys, values = zip(*kv, strict=True)
+        cache = KVCache(keys=keys, values=values, length=cache.length + added_B)
     return hidden_MD.reshape(batch, length, config.hidden_size), cache
+
+
+def _runs(policy: Policy) -> list[tuple[int, int]]:
+    """Cuts the layers into the longest runs (first, last + 1) whose matmuls have the same formats."""
+    formats = [tuple(policy.format_of(kind, i) for kind in _KINDS) for i in range(policy.config.num_hidden_layers)]
+    starts = [i for i, each in enumerate(formats) if i == 0 or each != formats[i - 1]]
+    return list(zip(starts, [*starts[1:], len(formats)], strict=True))
+
+
+def _run_layers(layer, weights, x_MD, cached):
+    """Applies layers of one format one after another. Several become one loop, so that compiling does not grow with depth.
+
+    Returns the hidden states and, with a cache, each layer's keys and values.
+    """
+    if len(weights) == 1:
+        x_MD, kv = layer(weights[0], x_MD, cached=None if cached is None else cached[0])
+        return x_MD, [] if cached is None else [kv]
+
+    def body(x_MD, each):
+        x_MD, kv = layer(each[0], x_MD, cached=each[1])
+        return x_MD, None if cached is None else kv
+
+    stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
+    x_MD, kv = lax.scan(body, x_MD, (stack(weights), None if cached is None else stack(cached)))
+    return x_MD, [] if cached is None else [jax.tree.map(lambda leaf, i=i: leaf[i], kv) for i in range(len(weights))]
 
 
 def output_head(policy: Policy) -> Weight:
