@@ -1,5 +1,7 @@
 """The recorder gives what the matmuls of the one forward read, and changes nothing."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 import minite_jax as mt
 from minite_jax.diagnostics import record
 from minite_jax.model import tiny_dense, tiny_moe
+from minite_jax.model.moe import make_dispatch
+from minite_jax.precision import expert_linear
 from pallas_kernels import nvfp4
 from pallas_kernels.rms_norm import rms_norm
 
@@ -23,39 +27,64 @@ def _assert_equal(actual, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def test_operands_of_a_mixture_of_experts():
-    policy, tokens = _policy(tiny_moe(num_hidden_layers=1), "nvfp4"), jnp.asarray(_TOKENS)
+def test_operands_of_the_forward():
+    policy, tokens = _policy(tiny_dense(num_hidden_layers=1), "nvfp4"), jnp.asarray(_TOKENS)
     expected = mt.forward(policy, tokens)  # compiled before, so that a recorder that reuses a program finds nothing
     operands, logits = record.record_matmuls(policy, tokens)
     _assert_equal(logits, expected)
-    assert list(operands) == [
-        "layer.0/attention/qkv", "layer.0/attention/o", "layer.0/moe/gate_up", "layer.0/moe/down", "head"
-    ]  # fmt: skip
 
     layer, rule = policy.weights["layers"][0], policy.recipe.quantized.activation
-    stored = {"attention/qkv": "qkv", "attention/o": "o", "moe/gate_up": "gate_up", "moe/down": "down"}
+    stored = {"attention/qkv": "qkv", "attention/o": "o", "mlp/gate_up": "gate_up", "mlp/down": "down"}
+    assert list(operands) == [*(f"layer.0/{name}" for name in stored), "head"]
     for name, weight in stored.items():
         _assert_equal(operands[f"layer.0/{name}"].w, layer[weight])
-    _assert_equal(operands["head"].w, policy.weights["lm_head"])
-    normed = rms_norm(policy.weights["embed"][tokens.reshape(-1)], layer["attention_norm"], eps=policy.config.rms_norm_eps)
-    _assert_equal(operands["layer.0/attention/qkv"].x, nvfp4.quantize(normed, rule))
+        assert operands[f"layer.0/{name}"].group_sizes is None
 
-    gate_up = operands["layer.0/moe/gate_up"]
-    assert gate_up.x.shape == (42, 64) and int(gate_up.group_sizes.sum()) == 42
-    assert operands["layer.0/attention/o"].group_sizes is None
+    @jax.jit
+    def first_operand(embed, gain):
+        return nvfp4.quantize(rms_norm(embed[tokens.reshape(-1)], gain, eps=policy.config.rms_norm_eps), rule)
+
+    _assert_equal(operands["layer.0/attention/qkv"].x, first_operand(policy.weights["embed"], layer["attention_norm"]))
     head = operands["head"]
+    _assert_equal(head.w, policy.weights["embed"])  # tied
     products = np.asarray(head.x, np.float64) @ np.asarray(head.w, np.float64).T
     np.testing.assert_allclose(products.reshape(logits.shape), logits, atol=1e-4)
-    # Outside nothing is recorded, and the forward is the old one.
-    _assert_equal(mt.forward(policy, tokens), expected)
 
 
-def test_a_dense_model_and_a_list_of_names_that_is_out_of_date(monkeypatch):
-    policy, tokens = _policy(tiny_dense(num_hidden_layers=1), "bf16"), jnp.asarray(_TOKENS)
-    first, logits = record.record_matmuls(policy, tokens)
-    assert list(first)[2:] == ["layer.0/mlp/gate_up", "layer.0/mlp/down", "head"]
-    assert first["head"].x.dtype == jnp.bfloat16
-    _assert_equal(logits, mt.forward(policy, tokens))
-    monkeypatch.setattr(record, "matmul_names", lambda config: ["head"])
-    with pytest.raises(RuntimeError, match="called 5 matmuls where 1"):
-        record.record_matmuls(policy, tokens)
+def test_experts_in_a_loop_are_recorded_trip_by_trip():
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((6, 16)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((2, 3, 16, 16)), jnp.bfloat16)  # two layers of three experts
+    dispatch = make_dispatch(jnp.asarray(rng.integers(0, 3, (6, 2)), jnp.int32), 3)
+    plain = mt.recipe("bf16").quantized
+
+    def layers(x, w):
+        def layer(x, w):
+            out = expert_linear(plain, x, w, None, dispatch, gather=True)
+            return out[dispatch.slot][:, 0], None
+
+        return jax.lax.scan(layer, x, w)[0]
+
+    with record._recording() as calls:
+        jax.block_until_ready(jax.jit(layers)(x, w))
+        jax.effects_barrier()
+    assert len(calls) == 2
+    for call, weights in zip(calls, w, strict=True):
+        _assert_equal(call.w, weights)
+        _assert_equal(call.group_sizes, dispatch.group_sizes)
+    _assert_equal(calls[0].x, x[dispatch.order // 2])
+
+
+def test_names():
+    names = record.matmul_names(tiny_moe(num_hidden_layers=2))
+    assert names[2:6] == ["layer.0/moe/gate_up", "layer.0/moe/down", "layer.1/attention/qkv", "layer.1/attention/o"]
+    assert len(names) == 9 and names[-1] == "head"
+
+
+def test_a_list_of_names_that_is_out_of_date(monkeypatch):
+    policy = _policy(tiny_dense(num_hidden_layers=1), "bf16")
+    forward = sys.modules[mt.forward.__module__]
+    hidden = jnp.zeros((*_TOKENS.shape, 64), jnp.bfloat16)
+    monkeypatch.setattr(forward, "hidden_states", lambda policy, tokens: (hidden, None))  # leaves the head alone
+    with pytest.raises(RuntimeError, match="called 1 matmuls where 5"):
+        record.record_matmuls(policy, jnp.asarray(_TOKENS))
