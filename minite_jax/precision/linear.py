@@ -9,12 +9,12 @@ Backward ("dequantised"): the derivative of the function that ran, straight thro
 """
 
 import functools
-from typing import Any
+from typing import no_type_check
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from minite_jax.precision.recipe import MatmulFormat
 from pallas_kernels import nvfp4
@@ -24,6 +24,7 @@ from pallas_kernels.numerics import round_to
 from pallas_kernels.operands import Operand
 
 
+@no_type_check  # jax rebuilds pytrees with stand-ins for arrays
 @flax.struct.dataclass
 class Dispatch:
     """How tokens go to experts: the k assignments of each token, sorted by expert.
@@ -36,10 +37,9 @@ class Dispatch:
       group_sizes: [E] int32, assignments per expert.
     """
 
-    # `Any`: JAX also builds this tree with placeholders, to match the gradient `None` of a custom derivative.
-    order: Any
-    slot: Any
-    group_sizes: Any
+    order: Int[Array, "Mk"]
+    slot: Int[Array, "M k"]
+    group_sizes: Int[Array, "E"]
 
 
 def _operand(format: MatmulFormat, x: Float[Array, "M K"]) -> Operand:

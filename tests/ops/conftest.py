@@ -1,5 +1,7 @@
 """What the tests of the operations share: exact operands, and the check that a row's bits depend on the row alone."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -76,7 +78,35 @@ def _consume(results):
     return sum(jnp.sum(jnp.tanh(x * 1.5 + 1.0)) for x in floats)
 
 
-def _check_rows(op, rows, *, differentiable=True):
+def _part(tree, index):
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def _surrounded(op, rows):
+    results = op(jax.tree.map(_unchanged, rows))
+    return results, _consume(results)
+
+
+def _inside_vjp(op, rows, *, backward):
+    """Results of the forward of `jax.vjp`, and what the backward makes of cotangents of 1."""
+    leaves, structure = jax.tree.flatten(rows)
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+
+    def of_floats(floats):
+        floats = iter(floats)
+        merged = [next(floats) if f else x for x, f in zip(leaves, is_float, strict=True)]
+        return op(jax.tree.unflatten(structure, merged))
+
+    results, pullback = jax.vjp(of_floats, [x for x, f in zip(leaves, is_float, strict=True) if f])
+    if not backward:
+        return results, ()
+    cotangents = jax.tree.map(
+        lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0), results
+    )
+    return results, pullback(cotangents)
+
+
+def _check_rows(op, rows, *, differentiable=True, thorough=False):
     """Asserts that row i of ``op(rows)`` has the same bits alone, in any batch, at any place and in any surrounding program.
 
     Every kind of program gets another number of rows, since compiling is what takes the time.
@@ -85,51 +115,31 @@ def _check_rows(op, rows, *, differentiable=True):
       op: function of a pytree of arrays [M, ...] that returns a pytree of arrays [M, ...].
       rows: its argument, with M = NUM_ROWS.
       differentiable: whether to run it as the forward of `jax.vjp` too.
+      thorough: more programs.
     """
     rows = jax.tree.map(np.asarray, rows)  # numpy cuts and permutes rows without a compilation for each cut
     jitted = jax.jit(op)
     whole = jax.tree.map(np.asarray, jitted(rows))
 
-    def part(tree, index):
-        return jax.tree.map(lambda x: x[index], tree)
-
     for i in range(NUM_ROWS):
-        _assert_same_bits(jitted(part(rows, slice(i, i + 1))), part(whole, slice(i, i + 1)))
-    _assert_same_bits(jitted(part(rows, slice(33))), part(whole, slice(33)))
+        _assert_same_bits(jitted(_part(rows, slice(i, i + 1))), _part(whole, slice(i, i + 1)))
     permutation = np.random.default_rng(0).permutation(NUM_ROWS)
-    _assert_same_bits(jitted(part(rows, permutation)), part(whole, permutation))
-
-    def surrounded(rows):
-        results = op(jax.tree.map(_unchanged, rows))
-        return results, _consume(results)
+    _assert_same_bits(jitted(_part(rows, permutation)), _part(whole, permutation))
+    for count in (2, 7, 16, 17, 33) if thorough else ():
+        _assert_same_bits(jitted(_part(rows, slice(count))), _part(whole, slice(count)))
 
     # Fewer rows than one tile: a loop of one trip is what XLA would inline into its surroundings.
-    two, seven = jax.jit(lambda a, b: (surrounded(a), surrounded(b)))(part(rows, slice(2)), part(rows, slice(7)))
-    _assert_same_bits((two[0], seven[0]), (part(whole, slice(2)), part(whole, slice(7))))
+    surrounded = jax.jit(functools.partial(_surrounded, op))
+    for count in (2, 7, 33) if thorough else (7,):
+        _assert_same_bits(surrounded(_part(rows, slice(count)))[0], _part(whole, slice(count)))
 
     sixteens = jax.tree.map(lambda x: x[:128].reshape(8, 16, *x.shape[1:]), rows)
-    _, scanned = jax.jit(lambda xs: lax.scan(lambda carry, x: (carry + 1, surrounded(x)[0]), 0, xs))(sixteens)
-    _assert_same_bits(jax.tree.map(lambda x: np.asarray(x).reshape(128, *x.shape[2:]), scanned), part(whole, slice(128)))
+    _, scanned = jax.jit(lambda xs: lax.scan(lambda carry, x: (carry + 1, _surrounded(op, x)[0]), 0, xs))(sixteens)
+    _assert_same_bits(jax.tree.map(lambda x: np.asarray(x).reshape(128, *x.shape[2:]), scanned), _part(whole, slice(128)))
 
-    if not differentiable:
-        return
-
-    def inside_vjp(rows):
-        leaves, structure = jax.tree.flatten(rows)
-        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
-
-        def of_floats(floats):
-            floats = iter(floats)
-            merged = [next(floats) if f else x for x, f in zip(leaves, is_float, strict=True)]
-            return op(jax.tree.unflatten(structure, merged))
-
-        results, pullback = jax.vjp(of_floats, [x for x, f in zip(leaves, is_float, strict=True) if f])
-        cotangents = jax.tree.map(
-            lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0), results
-        )
-        return results, pullback(cotangents)
-
-    _assert_same_bits(jax.jit(inside_vjp)(part(rows, slice(17)))[0], part(whole, slice(17)))
+    if differentiable:
+        inside_vjp = jax.jit(functools.partial(_inside_vjp, op, backward=thorough))
+        _assert_same_bits(inside_vjp(_part(rows, slice(17)))[0], _part(whole, slice(17)))
 
 
 @pytest.fixture(scope="session")
@@ -152,6 +162,6 @@ def random_nvfp4():
     return _random_nvfp4
 
 
-@pytest.fixture(scope="session")
-def check_rows():
-    return _check_rows
+@pytest.fixture(params=["quick", pytest.param("thorough", marks=pytest.mark.slow)])
+def check_rows(request):
+    return functools.partial(_check_rows, thorough=request.param == "thorough")

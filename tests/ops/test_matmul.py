@@ -42,6 +42,7 @@ def test_plain_product_on_the_lattice_is_exact(lattice):
     np.testing.assert_array_equal(np.asarray(rounded), expected.astype(np.float32).astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_scales_of_the_other_rule_cost_one_rounding_each(lattice):
     # The outer scales are 1/448 here: the sum is exact, two multiplications are not. The lattice is recovered by rounding.
     rule = nvfp4.ScaleRule.te("matrix")
