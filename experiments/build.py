@@ -1,6 +1,7 @@
 """From a configuration to the objects that a run is made of. Wrong values end in one line that names the field."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from minite_jax.model.policy import check_recipe
 from minite_jax.sampler import Rollouts, SamplingParams
 from minite_jax.sampler.sampling import generate, pad_prompts
 from minite_jax.tasks import TASKS, Task
+from pallas_kernels.log_prob import Truncation
 
 ENGINES = ("aligned", "naive")
 REWARDS = ("task", "random")
@@ -70,8 +72,8 @@ def build(config) -> Setup:
     if model.vocab_size < task.vocab_size:
         raise UserError(f"--config.model.vocab_size={model.vocab_size}: the task's tokenizer has {task.vocab_size} tokens")
 
-    sft_optimizer = make_optimizer(_section(config.sft, "optimizer", OptimizerConfig))
-    rl_optimizer = make_optimizer(_section(config.rl, "optimizer", OptimizerConfig))
+    sft_optimizer = _section(config.sft, "optimizer", OptimizerConfig)
+    rl_optimizer = _section(config.rl, "optimizer", OptimizerConfig)
     learner = dict(config.learner)
     micro_batches = learner["micro_batches"]
     for name, rows in (
@@ -80,18 +82,31 @@ def build(config) -> Setup:
     ):
         if micro_batches < 1 or rows % micro_batches:
             raise UserError(f"--config.learner.micro_batches={micro_batches}: must divide {name}={rows}")
-
-    def rl_loss(log_probs, batch):
-        return grpo_loss(
-            log_probs, batch.sampler_log_probs, batch.advantages, clip_low=config.rl.clip_low, clip_high=config.rl.clip_high
-        )
-
     return Setup(
-        model=model, recipe=recipe, task=task, sampling=sampling, engine=engine,
-        sft_optimizer=sft_optimizer, rl_optimizer=rl_optimizer,
-        sft_update=make_update(sft_optimizer, lambda log_probs, _: negative_log_likelihood(log_probs), **learner),
-        rl_update=make_update(rl_optimizer, rl_loss, truncation=sampling.truncation, **learner),
-    )  # fmt: skip
+        model=model,
+        recipe=recipe,
+        task=task,
+        sampling=sampling,
+        engine=engine,
+        sft_optimizer=make_optimizer(sft_optimizer),
+        rl_optimizer=make_optimizer(rl_optimizer),
+        sft_update=_sft_update(sft_optimizer, **learner),
+        rl_update=_rl_update(rl_optimizer, config.rl.clip_low, config.rl.clip_high, sampling.truncation, **learner),
+    )
+
+
+# Cached, so that several runs in one process (a study over seeds, a resumed run in a test) compile their updates once.
+@functools.cache
+def _sft_update(optimizer: OptimizerConfig, **learner):
+    return make_update(make_optimizer(optimizer), lambda log_probs, _: negative_log_likelihood(log_probs), **learner)
+
+
+@functools.cache
+def _rl_update(optimizer: OptimizerConfig, clip_low: float, clip_high: float, truncation: Truncation, **learner):
+    def loss(log_probs, batch):
+        return grpo_loss(log_probs, batch.sampler_log_probs, batch.advantages, clip_low=clip_low, clip_high=clip_high)
+
+    return make_update(make_optimizer(optimizer), loss, truncation=truncation, **learner)
 
 
 def sample_prompts(

@@ -1,5 +1,6 @@
 """What a training run shows while it runs: a line per step, a progress bar, and a polite Ctrl-C."""
 
+import logging
 import signal
 
 import jax
@@ -7,6 +8,7 @@ import jax
 import minite_jax as mt
 from minite_jax.metrics import names
 from minite_jax.optional import require
+from pallas_kernels import dispatch
 
 # Column title, metric, format.
 _COLUMNS = (
@@ -44,7 +46,9 @@ class Console:
         self.note(
             f"sampler  {setup.engine} engine, {setup.sampling.n} samples a prompt, temperature {setup.sampling.temperature}"
         )
-        self.note(f"device   {device.device_kind} x {jax.device_count()}, jax {jax.__version__}, reference kernels")
+        self.note(f"device   {device.device_kind} x {jax.device_count()}, jax {jax.__version__}")
+        self.note(f"kernels  {dispatch.resolve('every operation', None)} implementation")
+        logging.getLogger("pallas_kernels").setLevel(logging.WARNING)  # said above, once for all of them
         where = f"{workdir}" if resumed_step is None else f"{workdir}, resumed at step {resumed_step}"
         self.note(f"workdir  {where}")
         self._bar.update(resumed_step or 0)

@@ -7,7 +7,7 @@ import numpy as np
 
 from minite_jax.learner.advantages import group_advantages
 from minite_jax.learner.update import Batch
-from minite_jax.sampler.sampling import Rollouts, pad_prompts
+from minite_jax.sampler.sampling import Rollouts, padded_length
 from minite_jax.tasks.base import Example, Task
 
 
@@ -27,8 +27,8 @@ def choose_problems(task: Task, split: str, count: int, *, seed: int, step: int)
 def demonstration_batch(task: Task, examples: Sequence[Example]) -> Batch:
     """A supervised batch of fixed shape: prompts and demonstrations joined, the mask on the demonstrations' tokens."""
     pairs = [(task.encode(e.prompt), task.encode(e.demonstration)) for e in examples]
-    prompt_PL, _ = pad_prompts([prompt for prompt, _ in pairs], 1 << 31)
-    tokens_BT = np.zeros((len(pairs), prompt_PL.shape[1] + task.max_completion_tokens), np.int32)
+    length = padded_length(task.max_prompt_tokens) + task.max_completion_tokens
+    tokens_BT = np.zeros((len(pairs), length), np.int32)
     mask_BT = np.zeros(tokens_BT.shape, bool)
     for row, (prompt, completion) in enumerate(pairs):
         end = len(prompt) + len(completion)

@@ -143,14 +143,22 @@ def sample(
       `Rollouts`, prompt-major: rollout ``p * n + g`` is sample g of prompt p.
 
     Raises:
-      ValueError: no prompt, an empty prompt, a token outside the vocabulary, or request ids that do not match.
+      ValueError: no prompt, an empty prompt, a token outside the vocabulary, request ids that do not match, or a key of
+        another kind than threefry: the others draw for a whole batch at once, so a row would feel its neighbours.
     """
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        raise ValueError(f"a key of kind {jax.random.key_impl(key)}: sampling needs jax.random.key(seed, impl='threefry2x32')")
     tokens_PL, length_P = pad_prompts(prompts, policy.config.vocab_size)
     ids = range(len(prompts)) if request_ids is None else request_ids
     if len(ids) != len(prompts):
         raise ValueError(f"{len(ids)} request_ids for {len(prompts)} prompts; give one for each")
     request_P = jnp.asarray(np.asarray(ids, np.uint32))
     return generate(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk)
+
+
+def padded_length(length: int) -> int:
+    """The length that prompts of at most `length` tokens are padded to: the next multiple of 8."""
+    return -(-length // _PROMPT_BUCKET) * _PROMPT_BUCKET
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -166,8 +174,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.n
         raise ValueError(
             f"prompt {int(np.argmin(length_P))} is empty; a prompt needs at least one token, for example a start token"
         )
-    slots = -(-int(length_P.max()) // _PROMPT_BUCKET) * _PROMPT_BUCKET
-    tokens_PL = np.zeros((len(prompts), slots), np.int32)
+    tokens_PL = np.zeros((len(prompts), padded_length(int(length_P.max()))), np.int32)
     for p, prompt in enumerate(prompts):
         row = np.asarray(prompt, np.int64)
         outside = row[(row < 0) | (row >= vocab_size)]
