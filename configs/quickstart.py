@@ -58,8 +58,8 @@ def get_config() -> ml_collections.ConfigDict:
                 normalize_advantages=True,
                 clip_low=0.2,
                 clip_high=0.2,
-                # A large eps: Adam then follows the gradient's size. With 1e-8 it blows noise up to full steps, and random rewards
-                # alone walk the mixture of styles about.
+                # A large eps: Adam then follows the gradient's size. With 1e-8 it blows noise up to full steps, and random
+                # rewards alone walk the mixture of styles about.
                 optimizer=_optimizer(learning_rate=5e-4, warmup_steps=10, eps=1e-2),
             ),
             sampler=dict(engine="aligned", samples=8, temperature=1.0, top_p=1.0, top_k=0, max_tokens=8),

@@ -1,4 +1,4 @@
-"""The training script end to end, on a model of one layer: what it writes, resume bit for bit, Ctrl-C, the naive engine, wrong input."""
+"""The training script end to end, on a model of one layer: what it writes, resume bit for bit, Ctrl-C, wrong input."""
 
 import json
 import os
@@ -22,7 +22,14 @@ pytestmark = pytest.mark.xdist_group("training")  # one process compiles the upd
 def _config(**changes):
     config = quickstart.get_config()
     config.model.update(
-        dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, num_experts=2, moe_intermediate_size=16)
+        dict(
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_experts=2,
+            moe_intermediate_size=16,
+        )
     )
     config.task.num_digits = 2
     config.sft.update(dict(steps=3, batch_size=8, extra_steps=0))
@@ -45,7 +52,9 @@ def finished(tmp_path_factory):
 
 
 def _same_bits(a, b):
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 def _without_times(rows):
