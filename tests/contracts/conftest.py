@@ -40,6 +40,7 @@ WORLDS = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "worlds(*names): the worlds that the test's `world` takes in turn")
+    config.addinivalue_line("markers", "xdist_group(name): as pytest-xdist knows it; here for runs without that plugin")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
