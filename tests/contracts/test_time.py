@@ -75,7 +75,7 @@ def _assert_as_full_forward(world, rows, chunk, assert_same_bits):
     assert_same_bits(log_probs_BT[real_BT[:, 1:]], world.score(filled)[: len(tokens_BT)][real_BT[:, 1:]])
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 16])
+@pytest.mark.parametrize("chunk", [1, pytest.param(5, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.worlds("moe_bf16")
 def test_prefill_in_chunks_and_single_tokens_are_the_full_forward(world, chunk, rows, assert_same_bits):
     _assert_as_full_forward(world, rows, chunk, assert_same_bits)
