@@ -33,15 +33,15 @@ ARMS = {
 COLUMNS = [
     {"key": "seed", "label": "seed", "unit": ""},
     {"key": "arm", "label": "training after the warm-up", "unit": ""},
-    {"key": "sampled_before", "label": "T = 1 before", "unit": ""},
-    {"key": "sampled_after", "label": "T = 1 after", "unit": ""},
-    {"key": "gain", "label": "gain", "unit": ""},
-    {"key": "greedy_before", "label": "greedy before", "unit": ""},
-    {"key": "greedy_after", "label": "greedy after", "unit": ""},
-    {"key": "working_before", "label": "with working before", "unit": ""},
-    {"key": "working_after", "label": "with working after", "unit": ""},
+    {"key": "sampled_before", "label": "T = 1 before", "unit": "share"},
+    {"key": "sampled_after", "label": "T = 1 after", "unit": "share"},
+    {"key": "gain", "label": "gain", "unit": "share"},
+    {"key": "greedy_before", "label": "greedy before", "unit": "share"},
+    {"key": "greedy_after", "label": "greedy after", "unit": "share"},
+    {"key": "working_before", "label": "with working before", "unit": "share"},
+    {"key": "working_after", "label": "with working after", "unit": "share"},
     {"key": "gap_max", "label": "largest gap of all steps", "unit": "nats"},
-    {"key": "tokens_compared", "label": "tokens compared", "unit": ""},
+    {"key": "tokens_compared", "label": "tokens compared", "unit": "tokens"},
 ]
 
 
@@ -83,7 +83,7 @@ def summarize(seed: int, workdir: Path) -> list[dict]:
         gaps = [row for row in read_metrics(folder) if names.GAP_MAX in row]
         rows.append(
             {
-                "seed": seed,
+                "seed": str(seed),
                 "arm": label,
                 "sampled_before": before[names.ACCURACY_SAMPLED],
                 "sampled_after": after[names.ACCURACY_SAMPLED],

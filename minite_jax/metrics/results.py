@@ -29,6 +29,8 @@ _FIELDS = {"schema_version", "name", "title", "provenance", "rows", "columns", "
 _COLUMN_FIELDS = {"key", "label", "unit"}
 # Without these a figure has no origin (contract: device, versions and revision with every figure).
 _PROVENANCE_FIELDS = {"device", "versions", "revision", "date", "command"}
+# A picture with more bars than this says less than the table does.
+_MOST_BARS = 60
 _BAR_COLOURS = (*COLOURS, "#5b8e5a", "#e0a030", "#7a5ba8", "#5f6b73")
 
 
@@ -124,14 +126,15 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike) -> Path | 
         path: the PNG to write, under a temporary name first.
 
     Returns:
-        `path`, or None where the table has no number to draw.
+        `path`, or None where the table has no number to draw, or more than anybody could read.
 
     Raises:
         ImportError: matplotlib is not installed; says which extra has it.
     """
     columns = [column for column in results["columns"] if _is_numeric(results, column["key"])]
     rows = results["rows"]
-    if not any(_drawable(row[column["key"]]) for row in rows for column in columns):
+    drawable = sum(_drawable(row[column["key"]]) for row in rows for column in columns)
+    if not 0 < drawable <= _MOST_BARS:
         return None
     keys = [column["key"] for column in results["columns"]]
     texts = [key for key in keys if any(isinstance(row[key], str) for row in rows)]

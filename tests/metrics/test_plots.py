@@ -30,9 +30,7 @@ def make_run(folder, gap, accuracy=True):
 def caught(monkeypatch):
     """The figures that would be saved, by file name; drawing a PNG costs most of the time."""
     figures = {}
-    monkeypatch.setattr(
-        plots, "save_figure", lambda figure, path: figures.setdefault(path.name, figure) and path
-    )
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.setdefault(path.name, figure) and path)
     return figures
 
 
@@ -95,7 +93,5 @@ def test_errors_are_one_line(tmp_path):
 def test_axes_carry_units(tmp_path, caught):
     plots.plot_metrics(make_run(tmp_path, 0.0))
     labels = {name: figure.axes[0].get_ylabel() for name, figure in caught.items()}
-    assert (
-        "nats" in labels["gap.png"] and "nats" in labels["entropy.png"] and "share" in labels["accuracy.png"]
-    )
+    assert "nats" in labels["gap.png"] and "nats" in labels["entropy.png"] and "share" in labels["accuracy.png"]
     assert all(figure.axes[0].get_xlabel() == "step" for figure in caught.values())

@@ -36,12 +36,8 @@ def test_keys_and_json():
     assert json.loads(json.dumps(found)) == found
     assert found["device_count"] == jax.device_count() and found["backend"] == jax.default_backend()
     assert found["versions"]["jax"] == jax.__version__ and found["versions"]["python"].startswith("3.")
-    assert {"jaxlib", "flax", "optax", "numpy", "triton", "jax_triton", "minite_jax"} <= set(
-        found["versions"]
-    )
-    assert all(
-        isinstance(found[key], str) and found[key] for key in ("device", "platform", "revision", "command")
-    )
+    assert {"jaxlib", "flax", "optax", "numpy", "triton", "jax_triton", "minite_jax"} <= set(found["versions"])
+    assert all(isinstance(found[key], str) and found[key] for key in ("device", "platform", "revision", "command"))
     date = datetime.datetime.fromisoformat(found["date"])
     assert abs(datetime.datetime.now(datetime.UTC) - date) < datetime.timedelta(minutes=5)
 

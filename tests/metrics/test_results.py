@@ -67,9 +67,7 @@ def test_markdown_says_units_origin_and_not_run(tmp_path):
     assert lines[4] == "| 8192 x 4096 | 1,234 | not run | 1.530 |"
     assert lines[5] == r"| a\|b | nan | not run | not run |"
     assert "One run." in lines
-    origin = (
-        "*2 x NVIDIA H200; jax 0.11.2; revision 0123456789ab with local changes; 2026-11-29T20:00:00+00:00;"
-    )
+    origin = "*2 x NVIDIA H200; jax 0.11.2; revision 0123456789ab with local changes; 2026-11-29T20:00:00+00:00;"
     assert lines[-1] == f"{origin} `python -m experiments.benchmark`*"
 
 
@@ -93,6 +91,8 @@ def test_plot(tmp_path):
     empty = [{**row, "time": None, "ratio": None} for row in ROWS]
     assert plot_results(write(tmp_path / "y.json", rows=empty), tmp_path / "y.png") is None
     assert sorted(each.name for each in tmp_path.iterdir()) == ["x.json", "x.png", "y.json"]
+    # More bars than a person reads: no picture.
+    assert plot_results(write(tmp_path / "z.json", rows=ROWS * 40), tmp_path / "z.png") is None
 
 
 def test_plot_labels_every_cell(tmp_path, monkeypatch):

@@ -21,9 +21,7 @@ from minite_jax.metrics.writer import (
 
 def test_one_line_per_step_readable_at_once(tmp_path):
     writer = make_writer(tmp_path / "run")
-    writer.write(
-        0, {names.LOSS: 1.5, names.PHASE: "sft", "n": np.int64(3), "ok": np.bool_(True), "none": None}
-    )
+    writer.write(0, {names.LOSS: 1.5, names.PHASE: "sft", "n": np.int64(3), "ok": np.bool_(True), "none": None})
     text = (tmp_path / "run" / "metrics.jsonl").read_text()  # before close: the line is already there
     assert json.loads(text) == {"step": 0, "loss": 1.5, "phase": "sft", "n": 3, "ok": True, "none": None}
     writer.write(7, {})
