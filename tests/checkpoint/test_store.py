@@ -100,9 +100,7 @@ def test_the_generator_of_a_key_belongs_to_it(tmp_path, impl):
     state = {"key": jax.random.split(jax.random.key(3, impl=impl), 2)}
     checkpoint.save(tmp_path, 0, state, {})
     assert_same(checkpoint.restore(tmp_path, state, {}), state)
-    message = (
-        rf"'key' as PRNG key of {impl} \[2, 4\] where PRNG key of threefry2x32 \[2, 2\]|'key' as PRNG key of"
-    )
+    message = rf"'key' as PRNG key of {impl} \[2, 4\] where PRNG key of threefry2x32 \[2, 2\]|'key' as PRNG key of"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.restore(tmp_path, {"key": jax.random.split(jax.random.key(3), 2)}, {})
 
@@ -233,17 +231,13 @@ def test_a_damaged_array_file_is_named(copy, damage):
         largest.write_bytes(content[: len(content) // 2])
     else:
         largest.unlink()
-    with pytest.raises(
-        CheckpointError, match=f"is damaged, the file state/.*{largest.name}.*: start the run"
-    ) as caught:
+    with pytest.raises(CheckpointError, match=f"is damaged, the file state/.*{largest.name}.*: start the run") as caught:
         checkpoint.restore(copy, make_state(), CONFIG)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "config.json"])
-@pytest.mark.parametrize(
-    "content", [None, "", '{"format": 1', "[]", '{"format": 1, "leaves": {"w": 3}, "files": {}}']
-)
+@pytest.mark.parametrize("content", [None, "", '{"format": 1', "[]", '{"format": 1, "leaves": {"w": 3}, "files": {}}'])
 def test_damaged_json_is_one_line(copy, name, content):
     checkpoint.save(copy, 9, make_state(), CONFIG)
     path = copy / "checkpoints" / "9" / name
@@ -296,9 +290,7 @@ def test_a_write_that_the_system_refuses(copy, caplog):
     state = {"noise": jax.random.normal(jax.random.key(0), (200_000,))}
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(
-            CheckpointError, match="could not save step 6 .*; the checkpoint of step 5 is untouched"
-        ):
+        with pytest.raises(CheckpointError, match="could not save step 6 .*; the checkpoint of step 5 is untouched"):
             checkpoint.save(copy, 6, state, CONFIG)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -39,16 +39,23 @@ WORLDS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "worlds(*names): the worlds that the test's `world` takes in turn")
+    config.addinivalue_line(
+        "markers", "worlds(*names, slow=()): the worlds that the test's `world` takes in turn; those in `slow` are slow tests"
+    )
     config.addinivalue_line("markers", "xdist_group(name): as pytest-xdist knows it; here for runs without that plugin")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" in metafunc.fixturenames:
-        names = metafunc.definition.get_closest_marker("worlds").args
+        marker = metafunc.definition.get_closest_marker("worlds")
+        slow = marker.kwargs.get("slow", ())
+        names = (*marker.args, *slow)
         # The dense worlds are compared with one another.
         groups = ["dense" if name.startswith("dense") else name for name in names]
-        params = [pytest.param(n, marks=pytest.mark.xdist_group(g)) for n, g in zip(names, groups, strict=True)]
+        params = [
+            pytest.param(name, marks=[pytest.mark.xdist_group(group), *([pytest.mark.slow] if name in slow else [])])
+            for name, group in zip(names, groups, strict=True)
+        ]
         metafunc.parametrize("world", params, indirect=True, scope="session")
 
 

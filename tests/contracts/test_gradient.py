@@ -12,7 +12,7 @@ BATCH_SHAPE = (20, 32)  # that of the worlds' rollouts, so that the compiled pro
 GAP = "train_rollout_logprob_abs_diff"
 
 
-@pytest.mark.worlds("moe_nvfp4", "moe_bf16", "moe_experts", "dense_nvfp4")
+@pytest.mark.worlds("moe_nvfp4", "moe_bf16", "dense_nvfp4", slow=("moe_experts",))
 def test_the_gap_of_the_first_update_is_exactly_zero(world):
     """Log-probs of cached one-token decode against those of the `value_and_grad` call of the update."""
     _, metrics = world.gradients()
@@ -105,7 +105,7 @@ def made_up_batch(world) -> Batch:
     return Batch(tokens, jnp.asarray(rng.random(log_probs.shape) < 0.2), log_probs, advantages)
 
 
-@pytest.mark.worlds("dense_fp32", "moe_fp32")
+@pytest.mark.worlds("dense_fp32", slow=("moe_fp32",))
 def test_gradients_are_slopes_of_the_loss(world):
     """Central differences of the loss, along the gradient of each parameter alone.
 

@@ -117,18 +117,12 @@ def test_wrong_files(parse, file, line):
 
 
 def test_a_required_flag_is_asked_for(parse):
-    assert parse("--config=config.py").startswith(
-        "script: --workdir is missing: give --workdir=... (Folder of the run"
-    )
+    assert parse("--config=config.py").startswith("script: --workdir is missing: give --workdir=... (Folder of the run")
 
 
 def test_what_is_right_is_parsed(parse):
-    values = parse(
-        "--config=config.py:large", "--workdir=x", "--config.sampler.engine=naive", "--config.lr", "2"
-    )
-    assert (
-        values.config.sampler.engine == "naive" and values.config.lr == 2.0 and values.config.size == "large"
-    )
+    values = parse("--config=config.py:large", "--workdir=x", "--config.sampler.engine=naive", "--config.lr", "2")
+    assert values.config.sampler.engine == "naive" and values.config.lr == 2.0 and values.config.size == "large"
 
 
 def raises(error):
@@ -154,9 +148,7 @@ def test_errors_of_a_script_that_the_user_can_mend(capsys, error, line, status):
     assert capsys.readouterr().err.split(": ", 1)[1] == f"{line}\n"
 
 
-@pytest.mark.parametrize(
-    "error", [KeyError("x"), ValueError("two\nlines"), ValueError(), AssertionError("x")]
-)
+@pytest.mark.parametrize("error", [KeyError("x"), ValueError("two\nlines"), ValueError(), AssertionError("x")])
 def test_mistakes_in_the_code_keep_their_traceback(error):
     with pytest.raises(type(error)):
         cli.call(raises(error), ["x"])

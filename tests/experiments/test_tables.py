@@ -13,9 +13,7 @@ COLUMNS = [{"key": "run", "label": "Run", "unit": ""}, {"key": "speed", "label":
 def folder(tmp_path):
     for name, speed in (("fast", 100), ("later", None)):
         path = tmp_path / "results" / f"{name}.json"
-        write_results(
-            path, name=name, title=f"Table {name}", columns=COLUMNS, rows=[{"run": "a", "speed": speed}]
-        )
+        write_results(path, name=name, title=f"Table {name}", columns=COLUMNS, rows=[{"run": "a", "speed": speed}])
     return tmp_path
 
 

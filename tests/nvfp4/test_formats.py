@@ -97,7 +97,5 @@ def test_the_two_largest_scales_need_codes_of_at_most_4(scale):
 ])  # fmt: skip
 def test_is_fp8_exact_looks_at_scales_and_codes(scale, largest, allowed):
     codes = jnp.zeros((2, 16), jnp.uint8).at[1, 3].set(8 + list(nvfp4.E2M1_VALUES).index(largest))
-    q = nvfp4.Nvfp4Array(
-        nvfp4.pack_codes(codes), jnp.asarray([[1.0], [scale]], jnp.float8_e4m3fn), jnp.ones(2, jnp.float32)
-    )
+    q = nvfp4.Nvfp4Array(nvfp4.pack_codes(codes), jnp.asarray([[1.0], [scale]], jnp.float8_e4m3fn), jnp.ones(2, jnp.float32))
     assert bool(nvfp4.is_fp8_exact(q)) == allowed

@@ -52,9 +52,7 @@ def test_transformer_engine(shared, mode):
 QUICK_MODE = "row_1x16_46_mse_448"
 
 
-@pytest.mark.parametrize(
-    "mode", [QUICK_MODE, *(pytest.param(m, marks=pytest.mark.slow) for m in TE_RULES if m != QUICK_MODE)]
-)
+@pytest.mark.parametrize("mode", [QUICK_MODE, *(pytest.param(m, marks=pytest.mark.slow) for m in TE_RULES if m != QUICK_MODE)])
 def test_transformer_engine_eager(mode):
     names = [name for name in inputs_of(TE) if TE[f"{name}/x"].shape == (32, 64)]
     stack = {array: np.stack([TE[f"{name}/{array}"] for name in names]) for array in

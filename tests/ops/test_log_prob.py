@@ -176,6 +176,7 @@ def test_rows(check_rows, truncation):
     check_rows(lambda rows: token_log_prob(rows[0], jnp.asarray(head), rows[1], truncation), (hidden, tokens))
 
 
+@pytest.mark.slow
 def test_rows_of_sampling(check_rows):
     logits = np.random.default_rng(4).standard_normal((130, _V)).astype(np.float32)
     key_data = jax.random.key_data(jax.random.split(jax.random.key(5), 130))

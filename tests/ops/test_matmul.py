@@ -83,6 +83,7 @@ def test_one_outer_scale_for_all_rows(random_nvfp4):
     np.testing.assert_array_equal(np.asarray(_matmul(q_x, q_w)), np.asarray(_matmul(per_row, q_w)))
 
 
+@pytest.mark.slow
 def test_rows_through_the_quantiser(check_rows, random_nvfp4):
     w = jax.tree.map(jnp.asarray, random_nvfp4(5, (40, 96), ())[0])
     check_rows(lambda x: linear(MatmulFormat(_ROW, _MATRIX), x, w, None), _normal(6, 130, 96).astype(jnp.bfloat16))
