@@ -46,6 +46,7 @@ def test_log_probs_inside_the_gradient_are_those_outside_with_experts(world):
     _assert_no_gap_anywhere(world, micro_batches=1, remat=False)
 
 
+@pytest.mark.slow
 @pytest.mark.worlds("moe_bf16")
 def test_log_probs_inside_remat_and_micro_batches_are_those_outside_with_experts(world):
     _assert_no_gap_anywhere(world, micro_batches=2, remat=True)
@@ -136,7 +137,7 @@ def test_gradients_are_slopes_of_the_loss(world):
         assert slope == pytest.approx(norm, rel=0.01), name
 
 
-@pytest.mark.parametrize(("name", "bound"), [("dense_bf16", 0.999), ("dense_nvfp4", 0.75)])
+@pytest.mark.parametrize(("name", "bound"), [pytest.param("dense_bf16", 0.999, marks=pytest.mark.slow), ("dense_nvfp4", 0.75)])
 @pytest.mark.worlds("dense_fp32")
 def test_low_precision_gradients_point_where_float32_ones_do(world, world_named, name, bound):
     """Every parameter's gradient, on one batch.

@@ -14,7 +14,7 @@ from minite_jax.sampler import FINISH_LENGTH, FINISH_STOP
 from pallas_kernels.log_prob import Truncation
 
 
-@pytest.mark.worlds("moe_nvfp4", "moe_bf16", "moe_experts", "dense_nvfp4")
+@pytest.mark.worlds("moe_nvfp4", "moe_bf16", "dense_nvfp4", slow=("moe_experts",))
 def test_the_learner_scores_what_the_sampler_said(world, assert_same_bits):
     tokens, mask, log_probs = world.sequences
     assert mask.sum() == np.asarray(world.rollouts.mask).sum() > 60
