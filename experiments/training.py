@@ -59,6 +59,9 @@ class RunState:
     phase_step: jax.Array
 
 
+_pack = jax.jit(pack, static_argnums=(1, 2))
+
+
 class Run:
     """One training run in one folder."""
 
@@ -67,7 +70,6 @@ class Run:
         self.workdir = Path(workdir)
         self.setup: Setup = build(config)
         self.key = jax.random.key(config.seed)
-        self._pack = jax.jit(pack, static_argnums=(1, 2))
         self.state = self._first_state()
         self.resumed = checkpoint.latest_step(self.workdir) is not None
         if self.resumed:
@@ -99,7 +101,7 @@ class Run:
         _write_json(self.workdir / "config.json", to_plain(self.config))
         self.console = Console(total=self.config.sft.steps + self.config.rl.steps)
         self.console.describe(self.setup, self.workdir, self.step if self.resumed else None)
-        self.policy = self._pack(self.state.train.params, self.setup.model, self.setup.recipe)
+        self.policy = _pack(self.state.train.params, self.setup.model, self.setup.recipe)
         try:
             with Interrupt() as self.interrupt:
                 if int(self.state.phase) == SFT:

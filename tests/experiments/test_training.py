@@ -61,6 +61,7 @@ def _without_times(rows):
     return [{key: value for key, value in row.items() if not key.startswith("tokens_per_second")} for row in rows]
 
 
+@pytest.mark.slow
 def test_what_a_run_writes(finished):
     folder, _, rows = finished
     assert [row["step"] for row in rows] == list(range(6))
@@ -76,6 +77,7 @@ def test_what_a_run_writes(finished):
     assert {path.name for path in (folder / "plots").iterdir()} >= {"gap.png", "reward.png", "loss.png"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, 3, 4])
 def test_ctrl_c_saves_and_resume_is_bit_for_bit(finished, tmp_path, monkeypatch, stop_after):
     _, state, rows = finished
@@ -97,6 +99,7 @@ def test_ctrl_c_saves_and_resume_is_bit_for_bit(finished, tmp_path, monkeypatch,
     assert _without_times(read_metrics(tmp_path)) == _without_times(rows)
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_more(finished):
     folder, state, rows = finished
     again = Run(_config(), folder)
@@ -104,6 +107,7 @@ def test_a_finished_run_does_nothing_more(finished):
     assert _same_bits(again.state, state) and read_metrics(folder) == rows
 
 
+@pytest.mark.slow
 def test_naive_engine_from_the_same_warmup_has_a_gap(finished, tmp_path):
     folder, _, _ = finished
     config = _config(init_from=str(folder), plot_beside=str(folder))
@@ -139,6 +143,7 @@ def test_a_wrong_value_is_one_line_and_nothing_is_written(tmp_path, section, fie
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_config_is_refused(finished):
     config = _config()
     config.model.num_experts = 4
@@ -146,6 +151,7 @@ def test_a_checkpoint_of_another_config_is_refused(finished):
         Run(config, finished[0])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     config = _config()
     first_state = Run._first_state
