@@ -39,7 +39,8 @@ def get_config() -> ml_collections.ConfigDict:
                 rms_norm_eps=1e-6,
                 tie_word_embeddings=False,
             ),  # fmt: skip
-            recipe=dict(name="nvfp4", first_plain=0, last_plain=0),
+            # Leading and trailing layers in plain precision; -1: as the recipe says.
+            recipe=dict(name="nvfp4", first_plain=-1, last_plain=-1),
             task=dict(name="digit_sum", num_digits=5, working_share=0.25),
             sft=dict(
                 steps=400,

@@ -56,7 +56,8 @@ def build(config) -> Setup:
       UserError: a value that does not fit; one line that names the field.
     """
     model = _section(config, "model", mt.ModelConfig)
-    recipe = _section(config, "recipe", mt.recipe)
+    own = {name: value for name, value in dict(config.recipe).items() if value != -1}  # -1: as the recipe says
+    recipe = _section(dict(recipe=own), "recipe", mt.recipe)
     task_fields = dict(config.task)
     _choice("task.name", task_fields.pop("name"), TASKS)
     task = _section(dict(task=task_fields), "task", TASKS[config.task.name])
