@@ -1,0 +1,174 @@
+"""Triton kernels: one description of a launch, and the three things that can be done with it.
+
+A kernel module builds a `Launch`; `run` calls it from JAX, `compile_ahead` compiles it for a GPU that is not there, and
+`interpret` runs it on the host, slowly, with numpy arrays. So a test sees exactly what production runs.
+
+Only this module knows jax-triton. Triton itself is imported by the kernels' modules (``triton*.py``), and those are imported
+when a Triton implementation is chosen, so that the package works where there is no Triton.
+"""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+# The pairs of versions that were run; jax-triton 0.4 wants triton 3.8 (see docs/kernels.md).
+_JAX_TRITON, _TRITON = "0.3", "3.6"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel.
+
+    Attributes:
+      kernel: a function decorated with `triton.jit`. Its parameters are the inputs, then the outputs, then the constants.
+      out_shape: shape and type of each output.
+      grid: number of programs along up to three axes.
+      constants: compile-time constants by name.
+      num_warps: warps per program.
+      num_stages: depth of the software pipeline.
+      zeroed: which outputs are filled with zeros before the launch.
+    """
+
+    kernel: Any
+    out_shape: tuple[jax.ShapeDtypeStruct, ...]
+    grid: tuple[int, ...]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    zeroed: tuple[int, ...] = ()
+
+
+def _check_versions() -> None:
+    for name, wanted in (("jax-triton", _JAX_TRITON), ("triton", _TRITON)):
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            raise ImportError(f"Triton kernels need {name} {wanted}: pip install 'minite_jax[gpu]'") from None
+        if not found.startswith(wanted + "."):
+            raise ImportError(f"Triton kernels were built for {name} {wanted}, found {found}: pip install '{name}=={wanted}.*'")
+
+
+def run(launch: Launch, *inputs: jax.Array) -> list[jax.Array]:
+    """Launches from JAX, inside or outside of jit, on the GPU that the computation is on.
+
+    Multiply-adds are contracted only where a kernel says so, since a sum's bits must not depend on the compiler's mood.
+
+    Returns:
+      The outputs, in order.
+
+    Raises:
+      ImportError: jax-triton or triton is missing or of a version that was not tried.
+    """
+    _check_versions()
+    import jax_triton  # raises on a machine without a GPU, hence here
+
+    return jax_triton.triton_call(
+        *inputs,
+        kernel=launch.kernel,
+        out_shape=list(launch.out_shape),
+        grid=launch.grid,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        zeroed_outputs=launch.zeroed,
+        enable_fp_fusion=False,
+        **launch.constants,
+    )
+
+
+_TYPE_NAMES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float8_e4m3fn": "fp8e4nv",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "int8": "i8",
+    "int32": "i32",
+}
+
+
+def compile_ahead(launch: Launch, *inputs: jax.ShapeDtypeStruct | jax.Array, capability: int):
+    """Compiles for a GPU of a compute capability (90, 100, 103), with no GPU needed.
+
+    Returns:
+      Triton's compiled kernel; its `asm` holds "ptx", "cubin" and the steps before.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    arrays = (*inputs, *launch.out_shape)
+    names = launch.kernel.arg_names
+    signature = {name: "*" + _TYPE_NAMES[np.dtype(array.dtype).name] for name, array in zip(names, arrays, strict=False)}
+    signature |= {name: "constexpr" for name in launch.constants}
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
+    return triton.compile(
+        ASTSource(launch.kernel, signature, dict(launch.constants), attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options=dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False),
+    )
+
+
+class _HostArray:
+    """A numpy array with as much of a tensor's interface as Triton's interpreter asks for."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.dtype = _TYPE_NAMES[array.dtype.name]
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def new_empty(self, *_, **__):
+        return _HostArray(self.array)
+
+    def set_(self, *_):
+        return self
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self):
+        return self.array.shape
+
+    def stride(self):
+        return self.array.strides
+
+    def copy_(self, _):
+        return self
+
+
+def interpret(launch: Launch, *inputs: np.ndarray) -> list[np.ndarray]:
+    """Runs a launch in Triton's interpreter on the host: for tests of a kernel's arithmetic and indexing.
+
+    Outputs start as bytes of 0xFF (NaN for floating point), so that what a kernel does not write shows.
+
+    Raises:
+      RuntimeError: the environment variable TRITON_INTERPRET was not 1 when the kernel's module was imported.
+    """
+    if not type(launch.kernel).__name__ == "InterpretedFunction":
+        raise RuntimeError("set TRITON_INTERPRET=1 before the kernels are imported")
+    outputs = []
+    for i, shape in enumerate(launch.out_shape):
+        fill = 0 if i in launch.zeroed else 0xFF
+        size = int(np.prod(shape.shape)) * np.dtype(shape.dtype).itemsize
+        outputs.append(np.full(size, fill, np.uint8).view(shape.dtype).reshape(shape.shape))
+    arrays = [_HostArray(np.ascontiguousarray(x)) for x in inputs] + [_HostArray(x) for x in outputs]
+    launch.kernel[launch.grid](*arrays, **launch.constants)
+    return outputs
+
+
+def outputs(*shapes_and_types: tuple[Sequence[int], Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and types of a launch's outputs: ``outputs(((m, n), jnp.bfloat16), ...)``."""
+    return tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in shapes_and_types)
