@@ -7,7 +7,11 @@ One file is one table:
      "rows": [{"time": 12.5, ...}, ...]}
 
 Every row has every column. A cell that was not run is null and is shown as "not run"; a figure that came out
-as NaN or infinite is the string "NaN", "Infinity" or "-Infinity", as in `metrics.jsonl`.
+as NaN or infinite is the string "NaN", "Infinity" or "-Infinity", as in `metrics.jsonl`; where a column says
+nothing about a row the cell is "". A measurement that was tried and failed is the string "failed".
+
+An optional "sections" names a column: each of its values then heads a table of its own, without the columns that
+say nothing there.
 """
 
 import json
@@ -25,7 +29,9 @@ from minite_jax.metrics.writer import decode_scalar, encode_scalar
 
 SCHEMA_VERSION = 1
 NOT_RUN = "not run"
+FAILED = "failed"
 _FIELDS = {"schema_version", "name", "title", "provenance", "rows", "columns", "notes"}
+_OPTIONAL_FIELDS = {"sections"}
 _COLUMN_FIELDS = {"key", "label", "unit"}
 # Without these a figure has no origin (contract: device, versions and revision with every figure).
 _PROVENANCE_FIELDS = {"device", "versions", "revision", "date", "command"}
@@ -47,6 +53,7 @@ def write_results(
     rows: Sequence[Mapping[str, Any]],
     notes: str = "",
     provenance: Mapping[str, Any] | None = None,
+    sections: str | None = None,
 ) -> dict[str, Any]:
     """Checks a table and writes it, under a temporary name that is then renamed.
 
@@ -58,6 +65,7 @@ def write_results(
         rows: for each row a scalar (or None: not run) for every column's key.
         notes: what a reader has to know; Markdown.
         provenance: where the figures come from; None means this process, now.
+        sections: key of a column of strings; the rows of each of its values become a table of their own.
 
     Returns:
         The content of the file, as `read_results` gives it.
@@ -74,7 +82,7 @@ def write_results(
         "columns": [dict(column) for column in columns],
         "rows": [_encode_row(str(path), number, row) for number, row in enumerate(rows, start=1)],
         "notes": notes,
-    }
+    } | ({} if sections is None else {"sections": sections})
     _check(str(path), results)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
@@ -102,17 +110,16 @@ def read_results(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def to_markdown(results: Mapping[str, Any]) -> str:
-    """Returns a table as Markdown: title, table with units, notes, and where the figures come from."""
-    columns = results["columns"]
-    numeric = [_is_numeric(results, column["key"]) for column in columns]
-    lines = [
-        f"### {results['title']}",
-        "",
-        "| " + " | ".join(_escape(_heading(column)) for column in columns) + " |",
-        "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
-    ]
-    for row in results["rows"]:
-        lines.append("| " + " | ".join(_escape(format_cell(row[column["key"]])) for column in columns) + " |")
+    """Returns a table as Markdown: title, table with units (one for each section), notes, and where the figures come from."""
+    columns, rows, key = results["columns"], results["rows"], results.get("sections")
+    if key is None:
+        lines = [f"### {results['title']}", "", *_table(columns, rows)]
+    else:
+        lines = [f"### {results['title']}"]
+        for section in dict.fromkeys(row[key] for row in rows):
+            inside = [row for row in rows if row[key] == section]
+            told = [c for c in columns if c["key"] != key and any(row[c["key"]] != "" for row in inside)]
+            lines += ["", f"#### {section}", "", *_table(told, inside)]
     if results["notes"]:
         lines += ["", results["notes"]]
     return "\n".join([*lines, "", _origin(results["provenance"]), ""])
@@ -131,7 +138,7 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike) -> Path | 
     Raises:
         ImportError: matplotlib is not installed; says which extra has it.
     """
-    columns = [column for column in results["columns"] if _is_numeric(results, column["key"])]
+    columns = [column for column in results["columns"] if _is_numeric(results["rows"], column["key"])]
     rows = results["rows"]
     drawable = sum(_drawable(row[column["key"]]) for row in rows for column in columns)
     if not 0 < drawable <= _MOST_BARS:
@@ -169,6 +176,17 @@ def format_cell(value: Any) -> str:
     return str(value)
 
 
+def _table(columns: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    numeric = [_is_numeric(rows, column["key"]) for column in columns]
+    lines = [
+        "| " + " | ".join(_escape(_heading(column)) for column in columns) + " |",
+        "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
+    ]
+    for row in rows:
+        lines.append("| " + " | ".join(_escape(format_cell(row[column["key"]])) for column in columns) + " |")
+    return lines
+
+
 def _bars(axes: Any, groups: list[str], rows: Sequence[Mapping[str, Any]], columns: list[Mapping[str, str]]) -> None:
     width = 0.8 / len(columns)
     for index, column in enumerate(columns):
@@ -192,9 +210,9 @@ def _drawable(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_numeric(results: Mapping[str, Any], key: str) -> bool:
-    """Whether a column holds numbers: at least one, and else only cells that were not run."""
-    values = [row[key] for row in results["rows"] if row[key] is not None]
+def _is_numeric(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """Whether a column holds numbers: at least one, and else only cells that are empty, failed or not run."""
+    values = [row[key] for row in rows if row[key] not in (None, "", FAILED)]
     return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
@@ -232,7 +250,7 @@ def _check(where: str, results: Any) -> None:
             raise ResultsError(f"{where} does not follow the schema: {problem}")
 
     demand(isinstance(results, dict), "it is not a JSON object")
-    missing, unknown = _FIELDS - set(results), set(results) - _FIELDS
+    missing, unknown = _FIELDS - set(results), set(results) - _FIELDS - _OPTIONAL_FIELDS
     demand(not missing, f"{', '.join(sorted(missing))} missing")
     demand(not unknown, f"unknown field {', '.join(sorted(unknown))}")
     version = results["schema_version"]
@@ -262,6 +280,7 @@ def _check(where: str, results: Any) -> None:
         )
     keys = [column["key"] for column in results["columns"]]
     demand(len(set(keys)) == len(keys), "two columns have the same key")
+    demand(results.get("sections", keys[0]) in keys, f"sections is {results.get('sections')!r}, which is no column")
     demand(isinstance(results["rows"], list), "rows is not a list")
     for number, row in enumerate(results["rows"], start=1):
         demand(isinstance(row, dict), f"row {number} is not an object")

@@ -71,6 +71,33 @@ def test_markdown_says_units_origin_and_not_run(tmp_path):
     assert lines[-1] == f"{origin} `python -m experiments.benchmark`*"
 
 
+def test_sections_are_tables_without_the_columns_that_say_nothing(tmp_path):
+    rows = [
+        {"shape": "dense", "time": 2.0, "b300": None, "ratio": ""},
+        {"shape": "decode", "time": "", "b300": None, "ratio": "failed"},
+        {"shape": "dense", "time": None, "b300": None, "ratio": ""},
+        {"shape": "decode", "time": "", "b300": None, "ratio": 1.5},
+    ]
+    lines = to_markdown(write(tmp_path / "x.json", rows=rows, sections="shape")).splitlines()
+    assert lines[2:8] == [
+        "#### dense",
+        "",
+        "| Time (us) | B300 (us) |",
+        "| ---: | --- |",
+        "| 2.000 | not run |",
+        "| not run | not run |",
+    ]
+    assert lines[9:15] == [
+        "#### decode",
+        "",
+        "| B300 (us) | Against bf16 (x) |",
+        "| --- | ---: |",
+        "| not run | failed |",
+        "| not run | 1.500 |",
+    ]
+    assert read_results(tmp_path / "x.json")["sections"] == "shape"
+
+
 def test_cells():
     shown = {
         None: "not run",
@@ -116,6 +143,7 @@ def test_plot_labels_every_cell(tmp_path, monkeypatch):
             "column 1 is not an object of key, label and unit",
         ),
         ({"columns": [COLUMNS[0], COLUMNS[0]]}, "two columns have the same key"),
+        ({"sections": "size"}, "sections is 'size', which is no column"),
         ({"rows": [{"shape": "x", "time": 1.0}]}, r"row 1 lacks b300, ratio \(null means 'not run'\)"),
         ({"rows": [ROWS[0] | {"extra": 1}]}, "row 1 has extra, which is no column"),
         ({"rows": [ROWS[0] | {"time": [1.0]}]}, "row 1: a metric is a scalar"),
