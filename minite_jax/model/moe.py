@@ -41,4 +41,4 @@ def moe(config: ModelConfig, format: MatmulFormat, weights: dict, x_MD: Float[Ar
     gate_up_mF = expert_linear(format, x_MD, gate_up.stored, gate_up.master, dispatch, gather=True)
     down = weights["down"]
     out_mD = expert_linear(format, silu_mul(gate_up_mF), down.stored, down.master, dispatch, gather=False)
-    return combine(out_mD[dispatch.slot], weights_Mk)
+    return combine(out_mD, weights_Mk, dispatch.slot)

@@ -22,6 +22,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, 
 from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
 from pallas_kernels.numerics import round_to
 from pallas_kernels.operands import Operand
+from pallas_kernels.undispatch import undispatch
 
 
 @no_type_check  # jax rebuilds pytrees with stand-ins for arrays
@@ -132,12 +133,11 @@ def _expert_linear_forward(format, gather, x, stored, master, dispatch):
 def _expert_linear_backward(format, gather, residuals, g):
     operand, stored, wants_weight, dispatch = residuals
     dx = grouped_matmul_dgrad(g, stored, dispatch.group_sizes)
-    if gather:
-        dx = jnp.sum(dx[dispatch.slot], axis=1)  # each token's k assignments, in rank order: no scatter, no atomics
+    dx = undispatch(dx, dispatch.slot, out_dtype=g.dtype) if gather else round_to(dx, g.dtype)
     dw = None
     if wants_weight:
         dw = grouped_matmul_wgrad(_expert_rows(operand, dispatch, gather), g, dispatch.group_sizes)
-    return round_to(dx, g.dtype), None, dw, None
+    return dx, None, dw, None
 
 
 _expert_linear.defvjp(_expert_linear_forward, _expert_linear_backward)

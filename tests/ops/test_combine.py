@@ -55,3 +55,31 @@ def test_forty_runs_give_one_result():
 
     runs = {b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(run(outputs, weights))) for _ in range(40)}
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_read_through_a_slot_give_the_bits_of_rows_gathered_before(dtype, assert_same_bits):
+    outputs, weights = _inputs(dtype, 37)
+    slot = jnp.asarray(np.random.default_rng(11).permutation(37 * 3).reshape(37, 3), jnp.int32)
+    in_sorted_order = jnp.zeros((37 * 3, 40), outputs.dtype).at[slot].set(outputs)
+
+    @jax.jit
+    def through_slot(rows, weights):
+        value, pullback = jax.vjp(lambda rows, weights: combine(rows, weights, slot), rows, weights)
+        drows, dweights = pullback(value)
+        return value, drows[slot], dweights
+
+    @jax.jit
+    def plain(outputs, weights):
+        value, pullback = jax.vjp(combine, outputs, weights)
+        return value, *pullback(value)
+
+    assert_same_bits(through_slot(in_sorted_order, weights), plain(outputs, weights))
+
+
+def test_outputs_of_another_shape_are_refused():
+    outputs, weights = _inputs("float32", 5)
+    slot = jnp.arange(15, dtype=jnp.int32).reshape(5, 3)
+    message = r"combine: with weights \(5, 3\) and slot \(5, 3\), outputs must be \(15, 40\), not \(14, 40\)"
+    with pytest.raises(ValueError, match=message):
+        combine(outputs.reshape(15, 40)[:14], weights, slot)
