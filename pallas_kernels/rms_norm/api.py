@@ -3,10 +3,10 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.numerics import ordered_sum
 from pallas_kernels.rms_norm import reference
 
 
@@ -24,27 +24,29 @@ def rms_norm(
     Returns:
       [M, D] in the type of `x`. Row i depends on row i alone, bit for bit.
     """
-    dispatch.resolve("rms_norm", implementation)
-    return _rms_norm(eps, x, weight)
+    return _rms_norm(dispatch.resolve("rms_norm", implementation), eps, x, weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rms_norm(eps, x_MD, weight_D):
-    return reference.rms_norm(x_MD, weight_D, eps=eps)
+def _implementation(name):
+    if name == "triton":
+        from pallas_kernels.rms_norm import triton
+
+        return triton
+    return reference
 
 
-def _forward(eps, x_MD, weight_D):
-    return _rms_norm(eps, x_MD, weight_D), (x_MD, weight_D)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rms_norm(implementation, eps, x_MD, weight_D):
+    return _implementation(implementation).rms_norm(x_MD, weight_D, eps=eps)
 
 
-def _backward(eps, residuals, g_MD):
-    x_MD, weight_D = residuals
-    x32_MD, g32_MD = x_MD.astype(jnp.float32), g_MD.astype(jnp.float32)
-    inverse_M1 = jax.lax.rsqrt(jnp.mean(x32_MD**2, axis=-1, keepdims=True) + eps)
-    unit_MD = x32_MD * inverse_M1
-    dunit_MD = g32_MD * weight_D[None, :]
-    dx_MD = inverse_M1 * (dunit_MD - unit_MD * jnp.mean(dunit_MD * unit_MD, axis=-1, keepdims=True))
-    return dx_MD.astype(x_MD.dtype), jnp.sum(g32_MD * unit_MD, axis=0)
+def _forward(implementation, eps, x_MD, weight_D):
+    return _rms_norm(implementation, eps, x_MD, weight_D), (x_MD, weight_D)
+
+
+def _backward(implementation, eps, residuals, g_MD):
+    dx_MD, sums_TD = _implementation(implementation).rms_norm_backward(*residuals, g_MD, eps=eps)
+    return dx_MD, ordered_sum(sums_TD, axis=0)
 
 
 _rms_norm.defvjp(_forward, _backward)

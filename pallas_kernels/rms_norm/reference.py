@@ -1,18 +1,43 @@
 """RMS norm in plain jnp: the specification of the kernels."""
 
-from jax import lax
+import jax.numpy as jnp
 
-from pallas_kernels.numerics import ordered_sum, round_to
-from pallas_kernels.rows import map_row_tiles
+from pallas_kernels.numerics import ordered_sum, reciprocal_sqrt, round_to, separate_product
+from pallas_kernels.rows import ROW_TILE, map_row_tiles
+
+
+def _inverse_rms(x32_RD, eps):
+    width = x32_RD.shape[-1]
+    # eps goes into the sum, not the mean: a multiplication followed by an add could be contracted.
+    mean_R = (ordered_sum(separate_product(x32_RD * x32_RD)) + eps * width) * (1.0 / width)
+    return reciprocal_sqrt(mean_R)[:, None]
 
 
 def rms_norm(x_MD, weight_D, *, eps):
-    width = x_MD.shape[-1]
-
     def body(x_RD):
-        x32_RD = x_RD.astype("float32")
-        # eps goes into the sum, not the mean: a multiplication followed by an add could be contracted.
-        mean_R = (ordered_sum(x32_RD * x32_RD) + eps * width) * (1.0 / width)
-        return round_to(x32_RD * lax.rsqrt(mean_R)[:, None] * weight_D[None, :], x_RD.dtype)
+        x32_RD = x_RD.astype(jnp.float32)
+        return round_to(x32_RD * _inverse_rms(x32_RD, eps) * weight_D[None, :], x_RD.dtype)
 
     return map_row_tiles(body, x_MD)
+
+
+def _tile_sums(terms_MD):
+    """[M, D] -> [tiles, D]: sums of ROW_TILE rows, added one after another."""
+    num_rows, width = terms_MD.shape
+    tiles = -(-num_rows // ROW_TILE)
+    terms_TRD = jnp.pad(terms_MD, [(0, tiles * ROW_TILE - num_rows), (0, 0)]).reshape(tiles, ROW_TILE, width)
+    total_TD = terms_TRD[:, 0]
+    for row in range(1, ROW_TILE):
+        total_TD = total_TD + terms_TRD[:, row]
+    return total_TD
+
+
+def rms_norm_backward(x_MD, weight_D, g_MD, *, eps):
+    """Gradient of x in its type, and the sums over tiles of rows [tiles, D] whose sum is the weight's gradient."""
+    x32_MD, g32_MD = x_MD.astype(jnp.float32), g_MD.astype(jnp.float32)
+    inverse_M1 = _inverse_rms(x32_MD, eps)
+    unit_MD = x32_MD * inverse_M1
+    dunit_MD = separate_product(g32_MD * weight_D[None, :])
+    mean_M = ordered_sum(separate_product(dunit_MD * unit_MD)) * (1.0 / x_MD.shape[-1])
+    dx_MD = inverse_M1 * (dunit_MD - separate_product(unit_MD * mean_M[:, None]))
+    return round_to(dx_MD, x_MD.dtype), _tile_sums(separate_product(g32_MD * unit_MD))

@@ -3,6 +3,8 @@
 Let M be tokens, H heads, K the head dimension.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,23 +38,31 @@ def rotary(
     Returns:
       [M, H, K] in the type of `x`.
     """
-    dispatch.resolve("rotary", implementation)
-    return _rotary(x, cos, sin)
+    return _rotary(dispatch.resolve("rotary", implementation), x, cos, sin)
 
 
-@jax.custom_vjp
-def _rotary(x_MHK, cos_MK, sin_MK):
-    return reference.rotary(x_MHK, cos_MK, sin_MK)
+def _implementation(name):
+    if name == "triton":
+        from pallas_kernels.rotary import triton
+
+        return triton
+    return reference
 
 
-def _forward(x_MHK, cos_MK, sin_MK):
-    return _rotary(x_MHK, cos_MK, sin_MK), (cos_MK, sin_MK)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotary(implementation, x_MHK, cos_MK, sin_MK):
+    return _implementation(implementation).rotary(x_MHK, cos_MK, sin_MK)
 
 
-def _backward(residuals, g_MHK):
+def _forward(implementation, x_MHK, cos_MK, sin_MK):
+    return _rotary(implementation, x_MHK, cos_MK, sin_MK), (cos_MK, sin_MK)
+
+
+def _backward(implementation, residuals, g_MHK):
     cos_MK, sin_MK = residuals
     # The transpose of a rotation is the rotation by the opposite angle.
-    return reference.rotary(g_MHK, cos_MK, -sin_MK), jnp.zeros_like(cos_MK), jnp.zeros_like(sin_MK)
+    dx_MHK = _implementation(implementation).rotary(g_MHK, cos_MK, -sin_MK)
+    return dx_MHK, jnp.zeros_like(cos_MK), jnp.zeros_like(sin_MK)
 
 
 _rotary.defvjp(_forward, _backward)

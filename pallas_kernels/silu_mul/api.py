@@ -1,7 +1,8 @@
 """SwiGLU's gate (Shazeer 2020, arXiv:2002.05202). Let M be rows, F the inner width."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
@@ -18,26 +19,28 @@ def silu_mul(gate_up: Float[Array, "M F2"], *, implementation: str | None = None
     Returns:
       [M, F] in the type of `gate_up`.
     """
-    dispatch.resolve("silu_mul", implementation)
-    return _silu_mul(gate_up)
+    return _silu_mul(dispatch.resolve("silu_mul", implementation), gate_up)
 
 
-@jax.custom_vjp
-def _silu_mul(gate_up_MF):
-    return reference.silu_mul(gate_up_MF)
+def _implementation(name):
+    if name == "triton":
+        from pallas_kernels.silu_mul import triton
+
+        return triton
+    return reference
 
 
-def _forward(gate_up_MF):
-    return _silu_mul(gate_up_MF), gate_up_MF
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _silu_mul(implementation, gate_up_MF):
+    return _implementation(implementation).silu_mul(gate_up_MF)
 
 
-def _backward(gate_up_MF, g_MF):
-    gate_MF, up_MF = jnp.split(gate_up_MF.astype(jnp.float32), 2, axis=-1)
-    g_MF = g_MF.astype(jnp.float32)
-    sigmoid_MF = jax.nn.sigmoid(gate_MF)
-    dgate_MF = g_MF * up_MF * sigmoid_MF * (1.0 + gate_MF * (1.0 - sigmoid_MF))
-    dup_MF = g_MF * gate_MF * sigmoid_MF
-    return (jnp.concatenate([dgate_MF, dup_MF], axis=-1).astype(gate_up_MF.dtype),)
+def _forward(implementation, gate_up_MF):
+    return _silu_mul(implementation, gate_up_MF), gate_up_MF
+
+
+def _backward(implementation, gate_up_MF, g_MF):
+    return (_implementation(implementation).silu_mul_backward(gate_up_MF, g_MF),)
 
 
 _silu_mul.defvjp(_forward, _backward)

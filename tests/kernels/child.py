@@ -24,7 +24,7 @@ def _differing(actual, expected) -> int:
 
 
 def _interpret(launch: gpu.Launch, inputs, expected) -> list[int]:
-    outputs = gpu.interpret(launch, *(np.asarray(x) for x in inputs))
+    outputs = gpu.interpret(launch, *(x if isinstance(x, int) else np.asarray(x) for x in inputs))
     return [_differing(a, b) for a, b in zip(outputs, expected, strict=True)]
 
 

@@ -6,7 +6,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.numerics import divide, exact_exp2, ordered_sum, round_to, round_to_bfloat16, separate_product
+from pallas_kernels.numerics import (
+    divide,
+    exact_exp2,
+    exp,
+    ordered_sum,
+    reciprocal_sqrt,
+    round_to,
+    round_to_bfloat16,
+    separate_product,
+    sigmoid,
+)
 
 
 def _rounded(bits):
@@ -106,3 +116,36 @@ def test_a_separated_product_is_rounded_before_the_add():
 def test_powers_of_two_are_exact():
     exponent = np.arange(-126, 128)
     np.testing.assert_array_equal(jax.jit(exact_exp2)(exponent), np.ldexp(np.float32(1), exponent))
+
+
+@pytest.mark.parametrize("largest, tolerance", [(11, 2.0**-20), (87, 2.0**-17)])
+def test_exponential_and_sigmoid_are_accurate(largest, tolerance):
+    x = np.random.default_rng(5).uniform(-largest, largest, 1 << 16).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    np.testing.assert_allclose(np.asarray(jax.jit(exp)(x), np.float64), exact, rtol=tolerance)
+    np.testing.assert_allclose(np.asarray(jax.jit(sigmoid)(x), np.float64), exact / (1 + exact), rtol=tolerance)
+
+
+def test_exponential_and_sigmoid_at_the_ends():
+    x = jnp.asarray([0, -jnp.inf, jnp.inf, jnp.nan, -200, 89], jnp.float32)
+    np.testing.assert_array_equal(jax.jit(exp)(x), np.float32([1, 0, np.inf, np.nan, 0, np.inf]))
+    np.testing.assert_array_equal(jax.jit(sigmoid)(x[jnp.asarray([0, 1, 2, 4, 5])]), np.float32([0.5, 0, 1, 0, 1]))
+
+
+def test_reciprocal_root_is_accurate_and_not_silent_about_infinity():
+    x = np.exp(np.random.default_rng(6).uniform(-85, 85, 1 << 16)).astype(np.float32)
+    np.testing.assert_allclose(np.asarray(jax.jit(reciprocal_sqrt)(x), np.float64), x.astype(np.float64) ** -0.5, rtol=2.0**-22)
+    assert np.isnan(jax.jit(reciprocal_sqrt)(jnp.asarray([jnp.inf, jnp.nan], jnp.float32))).all()
+
+
+def test_exponential_has_the_same_bits_in_another_program():
+    x = np.random.default_rng(7).uniform(-30, 30, 4097).astype(np.float32)
+    alone = [jax.jit(op)(x) for op in (exp, sigmoid, lambda x: reciprocal_sqrt(x * x))]
+
+    @jax.jit
+    def together(x):
+        results = exp(x), sigmoid(x), reciprocal_sqrt(x * x)
+        return results, sum(r * x + 1.0 for r in results)
+
+    for a, b in zip(alone, together(x)[0], strict=True):
+        np.testing.assert_array_equal(a, b)

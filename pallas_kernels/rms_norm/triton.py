@@ -1,0 +1,109 @@
+"""RMS norm on a GPU. Forward: a program owns whole rows. Backward: a program owns ROW_TILE rows, one after another; it writes
+their gradients and the sum of their terms for the weight, which the caller adds by one fixed tree.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import gpu
+from pallas_kernels.rows import ROW_TILE
+from pallas_kernels.triton_numerics import num_warps, ordered_sum, padded, reciprocal_sqrt, round_to, separate_product
+
+_TILE = 2048  # numbers per program, at least; so many rows share one that are short
+
+
+@triton.jit
+def inverse_rms(x, ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """[ROWS, SIZE] float32, zeros behind WIDTH -> [ROWS, 1]."""
+    mean = (ordered_sum(separate_product(x * x), ROWS, SIZE) + EPS * WIDTH) * (1.0 / WIDTH)
+    return tl.expand_dims(reciprocal_sqrt(mean), 1)
+
+
+@triton.jit
+def rms_norm_rows(x, weight, ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """The norm of whole rows, before it is rounded: x [ROWS, SIZE] float32 with zeros behind WIDTH, weight [SIZE] float32."""
+    return x * inverse_rms(x, ROWS, SIZE, WIDTH, EPS) * tl.expand_dims(weight, 0)
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, num_rows, y, WIDTH: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.expand_dims(tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), 1)
+    column = tl.arange(0, SIZE)
+    mask = (row < num_rows) & tl.expand_dims(column < WIDTH, 0)
+    place = row * WIDTH + tl.expand_dims(column, 0)
+    values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    values = rms_norm_rows(values, scale, ROWS, SIZE, WIDTH, EPS)
+    tl.store(y + place, round_to(values, y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    x,
+    weight,
+    gradient,
+    num_rows,
+    dx,
+    sums,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * ROW_TILE
+    column = tl.expand_dims(tl.arange(0, SIZE), 0)
+    inside = column < WIDTH
+    scale = tl.load(weight + column, mask=inside, other=0.0)
+    total = tl.full((1, SIZE), -0.0, tl.float32)  # -0 + x is x, also where x is -0
+    for i in range(ROW_TILE):
+        mask = inside & (first + i < num_rows)
+        place = (first + i) * WIDTH + column
+        values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(gradient + place, mask=mask, other=0.0).to(tl.float32)
+        inverse = inverse_rms(values, 1, SIZE, WIDTH, EPS)
+        unit = values * inverse
+        dunit = separate_product(g * scale)
+        mean = ordered_sum(separate_product(dunit * unit), 1, SIZE) * (1.0 / WIDTH)
+        result = inverse * (dunit - separate_product(unit * tl.expand_dims(mean, 1)))
+        tl.store(dx + place, round_to(result, dx.dtype.element_ty), mask=mask)
+        total = total + separate_product(g * unit)
+    tl.store(sums + tl.program_id(0) * WIDTH + column, total, mask=inside)
+
+
+def rms_norm_launch(num_rows: int, width: int, dtype, eps: float) -> gpu.Launch:
+    """Inputs: x [M, D], weight [D] float32, M. Output: [M, D]."""
+    size = padded(width)
+    rows = max(1, _TILE // size)
+    return gpu.Launch(
+        _rms_norm_kernel,
+        gpu.outputs(((num_rows, width), dtype)),
+        grid=(triton.cdiv(num_rows, rows),),
+        constants=dict(WIDTH=width, EPS=eps, ROWS=rows, SIZE=size),
+        num_warps=num_warps(rows * size),
+    )
+
+
+def rms_norm_backward_launch(num_rows: int, width: int, dtype, eps: float) -> gpu.Launch:
+    """Inputs: x [M, D], weight [D] float32, gradient [M, D], M. Outputs: dx [M, D], sums for the weight [tiles, D] float32."""
+    size = padded(width)
+    tiles = triton.cdiv(num_rows, ROW_TILE)
+    return gpu.Launch(
+        _rms_norm_backward_kernel,
+        gpu.outputs(((num_rows, width), dtype), ((tiles, width), jnp.float32)),
+        grid=(tiles,),
+        constants=dict(WIDTH=width, EPS=eps, SIZE=size, ROW_TILE=ROW_TILE),
+        num_warps=num_warps(size),
+    )
+
+
+def rms_norm(x_MD, weight_D, *, eps) -> jax.Array:
+    (y_MD,) = gpu.run(rms_norm_launch(*x_MD.shape, x_MD.dtype, eps), x_MD, weight_D, x_MD.shape[0])
+    return y_MD
+
+
+def rms_norm_backward(x_MD, weight_D, g_MD, *, eps):
+    launch = rms_norm_backward_launch(*x_MD.shape, x_MD.dtype, eps)
+    dx_MD, sums_TD = gpu.run(launch, x_MD, weight_D, g_MD, x_MD.shape[0])
+    return dx_MD, sums_TD
