@@ -3,11 +3,9 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.matmul.reference import dot_nk
 from pallas_kernels.router import reference
 
 
@@ -32,30 +30,30 @@ def router(
     """
     if not 1 <= top_k <= weight.shape[0]:
         raise ValueError(f"router: top_k={top_k} must lie between 1 and the number of experts, {weight.shape[0]}")
-    dispatch.resolve("router", implementation)
-    return _router(top_k, normalize, x, weight)
+    return _router(dispatch.resolve("router", implementation), top_k, normalize, x, weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _router(top_k, normalize, x_MD, weight_ED):
-    return reference.router(x_MD, weight_ED, top_k=top_k, normalize=normalize)
+def _implementation(name):
+    if name == "triton":
+        from pallas_kernels.router import triton
+
+        return triton
+    return reference
 
 
-def _forward(top_k, normalize, x_MD, weight_ED):
-    weights_Mk, experts_Mk = _router(top_k, normalize, x_MD, weight_ED)
-    return (weights_Mk, experts_Mk), (x_MD, weight_ED, experts_Mk)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _router(implementation, top_k, normalize, x_MD, weight_ED):
+    return _implementation(implementation).router(x_MD, weight_ED, top_k=top_k, normalize=normalize)
 
 
-def _backward(top_k, normalize, residuals, gradients):
-    x_MD, weight_ED, experts_Mk = residuals
+def _forward(implementation, top_k, normalize, x_MD, weight_ED):
+    weights_Mk, experts_Mk = _router(implementation, top_k, normalize, x_MD, weight_ED)
+    return (weights_Mk, experts_Mk), (x_MD, weight_ED, weights_Mk, experts_Mk)
 
-    def weights_given_choice(x_MD, weight_ED):
-        probs_ME = jax.nn.softmax(dot_nk(x_MD.astype(jnp.float32), weight_ED), axis=-1)
-        chosen_Mk = jnp.take_along_axis(probs_ME, experts_Mk, axis=-1)
-        return chosen_Mk / jnp.sum(chosen_Mk, axis=-1, keepdims=True) if normalize else chosen_Mk
 
-    _, vjp = jax.vjp(weights_given_choice, x_MD, weight_ED)
-    return vjp(gradients[0])
+def _backward(implementation, top_k, normalize, residuals, gradients):
+    del implementation  # single operations and dots that add in a fixed order: there is nothing for a kernel to keep apart
+    return reference.router_backward(*residuals, gradients[0], normalize=normalize)
 
 
 _router.defvjp(_forward, _backward)

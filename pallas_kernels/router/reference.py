@@ -1,5 +1,6 @@
 """MoE router in plain jnp: the specification of the kernels."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,3 +20,21 @@ def router(x_MD, weight_ED, *, top_k, normalize):
         return chosen_Rk / total_R[:, None], experts_Rk
 
     return map_row_tiles(body, x_MD)
+
+
+def router_backward(x_MD, weight_ED, weights_Mk, experts_Mk, g_Mk, *, normalize):
+    """Gradients of x (in its type) and of the weight, through the weights of the chosen experts. No gather, so no scatter."""
+    x32_MD = x_MD.astype(jnp.float32)
+    # d weight_r / d logit_e = weight_r ([e is the r-th expert] - p_e), where p is the softmax that the weights are taken from:
+    # that of the chosen alone, or of all.
+    products_Mk = weights_Mk * g_Mk
+    total_M1 = ordered_sum(products_Mk)[:, None]
+    if normalize:
+        at_expert_Mk, dlogits_ME = products_Mk - weights_Mk * total_M1, 0.0
+    else:
+        at_expert_Mk, dlogits_ME = products_Mk, -jax.nn.softmax(dot_nk(x32_MD, weight_ED), axis=-1) * total_M1
+    expert_1E = jnp.arange(weight_ED.shape[0])[None, :]
+    for rank in range(weights_Mk.shape[1]):
+        at_rank_ME = experts_Mk[:, rank, None] == expert_1E
+        dlogits_ME = dlogits_ME + jnp.where(at_rank_ME, at_expert_Mk[:, rank, None], 0.0)
+    return dot_nk(dlogits_ME, weight_ED.T).astype(x_MD.dtype), dot_nk(dlogits_ME.T, x32_MD.T)
