@@ -55,17 +55,30 @@ def workdir_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolde
     )
 
 
-def run(main: Callable[[list[str]], Any], config: str | None = None, required: tuple[str, ...] = ()) -> None:
+@functools.cache
+def out_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--out`, what a script writes; a second call gives the same flag. None: the script's own place."""
+    return flags.DEFINE_string("out", None, "File or folder to write in place of the script's usual one.", flag_values)
+
+
+def run(
+    main: Callable[[list[str]], Any],
+    config: str | None = None,
+    required: tuple[str, ...] = (),
+    commands: tuple[str, ...] = (),
+) -> None:
     """Parses `sys.argv`, calls `main(argv)` and ends the process with its status.
 
     Args:
-        main: the script; `argv` has the program's name alone, since positional arguments are refused.
+        main: the script; `argv` has the program's name, and the command where there are commands: other positional arguments
+            are refused.
         config: file that `--config` stands for when the command line has none.
         required: names of flags that must be given.
+        commands: names of which exactly one must be given, as in `python -m experiments.benchmark kernels`.
     """
     if config is not None and not any(re.fullmatch(r"--?config(=.*)?", each) for each in sys.argv[1:]):
         sys.argv.insert(1, f"--config={config}")  # ml_collections looks for its overrides in sys.argv itself
-    app.run(functools.partial(call, main), flags_parser=functools.partial(parse, required=required))
+    app.run(functools.partial(call, main), flags_parser=functools.partial(parse, required=required, commands=commands))
 
 
 def call(main: Callable[[list[str]], Any], argv: list[str]) -> Any:
@@ -81,16 +94,22 @@ def call(main: Callable[[list[str]], Any], argv: list[str]) -> Any:
         fail(line)
 
 
-def parse(argv: list[str], flag_values: flags.FlagValues = flags.FLAGS, required: tuple[str, ...] = ()) -> list[str]:
+def parse(
+    argv: list[str],
+    flag_values: flags.FlagValues = flags.FLAGS,
+    required: tuple[str, ...] = (),
+    commands: tuple[str, ...] = (),
+) -> list[str]:
     """Parses the command line; ends the process with one line if it is wrong.
 
     Args:
         argv: the command line, program name first.
         flag_values: where the flags are defined.
         required: names of flags that must be given.
+        commands: names of which exactly one must be given.
 
     Returns:
-        What is left of the command line: the program's name.
+        What is left of the command line: the program's name, and the command if there are commands.
     """
     try:
         rest = flag_values(argv)
@@ -99,8 +118,12 @@ def parse(argv: list[str], flag_values: flags.FlagValues = flags.FLAGS, required
             to_plain(flag_values["config"].value)
     except Exception as error:  # ml_collections lets KeyError, AttributeError, TypeError, OSError, ... through
         fail(explain(error, argv))
-    if len(rest) > 1:
-        fail(f"{rest[1]!r} is no flag: flags look like --name=value")
+    if commands and (len(rest) < 2 or rest[1] not in commands):
+        known = " or ".join(f"`{command}`" for command in commands)
+        fail(f"which command? say {known}" if len(rest) < 2 else f"there is no command {rest[1]!r}: say {known}")
+    strays = rest[2:] if commands else rest[1:]
+    if strays:
+        fail(f"{strays[0]!r} is no flag: flags look like --name=value")
     missing = [name for name in required if flag_values[name].value is None]
     if missing:
         fail(f"--{missing[0]} is missing: give --{missing[0]}=... ({flag_values[missing[0]].help.rstrip('.')})")

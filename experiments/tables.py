@@ -3,6 +3,8 @@
     python -m experiments.tables --results=docs/benchmarks --out=docs/benchmarks    # every table
     python -m experiments.tables --table=matmul                                     # one of them
 
+`--out` is the folder of the Markdown and plots, docs/benchmarks if not given.
+
 Reads `NAME.json` (schema: `minite_jax.metrics.results`), writes `NAME.md` and, where a table has numbers,
 `NAME.png`. Cells that nobody has run say "not run".
 """
@@ -17,7 +19,7 @@ from minite_jax.metrics import results as results_lib
 
 _TABLE = flags.DEFINE_string("table", None, "Name of the table to make; without it, every table.")
 _RESULTS = flags.DEFINE_string("results", "docs/benchmarks", "Folder of the result files.")
-_OUT = flags.DEFINE_string("out", "docs/benchmarks", "Folder that the Markdown and plots go to.")
+_OUT = cli.out_flag()
 
 
 def main(argv: list[str]) -> None:
@@ -33,7 +35,7 @@ def main(argv: list[str]) -> None:
         paths = {_TABLE.value: paths[_TABLE.value]}
     # All are read before anything is written: a spoilt file stops the script with the old tables in place.
     tables = {name: results_lib.read_results(path) for name, path in paths.items()}
-    out = Path(_OUT.value)
+    out = Path(_OUT.value or "docs/benchmarks")
     out.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
         text = results_lib.to_markdown(table)

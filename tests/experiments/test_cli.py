@@ -116,6 +116,28 @@ def test_wrong_files(parse, file, line):
     assert parse(f"--config={file}", "--workdir=x") == f"script: {line}"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "which command? say `kernels` or `tune`"),
+        (["kernel"], "there is no command 'kernel': say `kernels` or `tune`"),
+        (["kernels", "stray"], "'stray' is no flag: flags look like --name=value"),
+    ],
+)
+def test_wrong_commands(arguments, line, capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(["script.py", *arguments], flags.FlagValues(), commands=("kernels", "tune"))
+    assert capsys.readouterr().err.strip().partition(": ")[2] == line
+
+
+def test_a_command_may_stand_before_or_behind_flags():
+    for arguments in (["kernels", "--repeats=3"], ["--repeats=3", "kernels"]):
+        values = flags.FlagValues()
+        repeats = flags.DEFINE_integer("repeats", 20, "Repeats.", flag_values=values)
+        assert cli.parse(["script.py", *arguments], values, commands=("kernels", "tune")) == ["script.py", "kernels"]
+        assert repeats.value == 3
+
+
 def test_a_required_flag_is_asked_for(parse):
     assert parse("--config=config.py").startswith("script: --workdir is missing: give --workdir=... (Folder of the run")
 

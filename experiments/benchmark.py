@@ -1,0 +1,161 @@
+"""Benchmarks of the kernels, and the table of their tile configurations.
+
+    python -m experiments.benchmark kernels                            # on a GPU, about six minutes
+    python -m experiments.benchmark kernels --only=decode,quantize
+    python -m experiments.benchmark kernels --quick --out=runs/kernels_quick.json     # tiny shapes, to try the script on a CPU
+    python -m experiments.benchmark tune --only=decode                 # measures tiles, writes pallas_kernels/tuning.json
+
+`--out` is the file to write: docs/benchmarks/kernels_DEVICE.json if not given (with --quick runs/kernels_quick.json), for `tune`
+the table that the kernels read.
+
+`kernels` writes a result file from which `experiments.tables` makes the page, and prints it as tables. Each case has its time and
+speed, the share of what this GPU was measured to do in the same run, and the times of others beside it: cuBLAS in bf16 and fp8,
+PyTorch's grouped matmuls, `jax.lax.ragged_dot`, an unfused quantise-dequantise. PyTorch is optional: without it these columns say
+"not run". On a Hopper GPU our NVFP4 matmuls are fp8 arithmetic on 4-bit values, and their ceiling is the fp8 one.
+"""
+
+import os
+
+# Before JAX is imported: otherwise it takes three quarters of the GPU's memory, and PyTorch needs some too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import functools
+import re
+import time
+from pathlib import Path
+
+import jax
+from absl import flags
+
+from experiments import cli
+from experiments.kernels import ceilings, measure, suites, tune
+from experiments.kernels.cases import FULL, QUICK
+from experiments.kernels.peers import Peers
+from experiments.timing import TimingError, time_jax
+from minite_jax.errors import UserError
+from minite_jax.metrics.provenance import UNKNOWN, provenance
+from minite_jax.metrics.results import format_cell, write_results
+from minite_jax.optional import require
+from pallas_kernels import tuning
+
+_ONLY = flags.DEFINE_list("only", list(suites.SUITES), "Suites to run, separated by commas.")
+_OUT = cli.out_flag()
+_REPEATS = flags.DEFINE_integer("repeats", 20, "Measurements of each time; the median counts.", lower_bound=1)
+_QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes and few repeats: to try the script where there is no GPU.")
+_REVISION = flags.DEFINE_string("revision", None, "Git revision of the source, where it was copied without its history.")
+
+COMMANDS = ("kernels", "tune")
+
+
+def device_slug(device_kind: str) -> str:
+    """A device's name as part of a file name: "NVIDIA H200" -> "h200"."""
+    return re.sub(r"[^a-z0-9]+", "_", device_kind.lower().removeprefix("nvidia ")).strip("_")
+
+
+def chosen_suites(names: list[str]) -> tuple[str, ...]:
+    """The suites asked for, in their usual order.
+
+    Raises:
+      UserError: there is no such suite.
+    """
+    unknown = [name for name in names if name not in suites.SUITES]
+    if unknown:
+        raise UserError(f"--only={','.join(names)}: no suite {unknown[0]!r}; choose from {', '.join(suites.SUITES)}")
+    return tuple(name for name in suites.SUITES if name in names)
+
+
+def origin(peers: Peers) -> dict:
+    """Where the figures come from, with PyTorch's version and the revision that was given."""
+    found = provenance()
+    found["versions"] = {**found["versions"], "torch": peers.version}
+    if found["revision"] == UNKNOWN and _REVISION.value is not None:
+        found["revision"] = _REVISION.value
+    return found
+
+
+def kernels() -> list[dict]:
+    """Runs the suites, prints and writes their table.
+
+    Returns:
+      The rows.
+
+    Raises:
+      UserError: a case of ours failed (said at the end, when everything else is written).
+    """
+    only, quick = chosen_suites(_ONLY.value), _QUICK.value
+    if jax.default_backend() != "gpu" and not quick:
+        raise UserError("there is no GPU here: --quick tries the script with tiny shapes on a CPU")
+    name = "kernels_quick" if quick else f"kernels_{device_slug(jax.devices()[0].device_kind)}"
+    path = Path(_OUT.value or (f"runs/{name}.json" if quick else f"docs/benchmarks/{name}.json"))
+    repeats = min(_REPEATS.value, 5) if quick else _REPEATS.value
+    others, start = Peers(repeats), time.perf_counter()
+
+    def timer(function, sets, **settings):
+        return time_jax(function, sets, **{**settings, "repeats": min(repeats, settings.get("repeats", repeats))})
+
+    found = ceilings.measure(others, timer, quick=quick)
+    rows = measure.ceiling_rows(found)
+    bench = measure.Bench(others, found, timer, calls=1 if quick else None)
+    for case in suites.cases(QUICK if quick else FULL, only):
+        row = bench.row(case)
+        rows.append(row)
+        print(progress_line(row, time.perf_counter() - start), flush=True)
+    rows += bench.other_rows()
+    write_results(
+        path,
+        name=path.stem,
+        title=f"Kernels on one {jax.devices()[0].device_kind}" + (" (tiny shapes: these times say nothing)" if quick else ""),
+        columns=measure.COLUMNS,
+        rows=rows,
+        notes=measure.NOTES,
+        provenance=origin(others),
+        sections="suite",
+    )
+    show(rows)
+    print(f"goals {measure.summary(rows)}; {time.perf_counter() - start:.0f} s; written to {path}")
+    # Tiny shapes may be too short for the clock; that says nothing about the kernels.
+    failed = [row["case"] for row in measure.failures(rows) if not (quick and TimingError.__name__ in row["remarks"])]
+    if failed:
+        raise UserError(f"{len(failed)} cases could not be measured, the first is {failed[0]!r}: see the remarks in {path}")
+    return rows
+
+
+def progress_line(row: dict, seconds: float) -> str:
+    """One line for a case that has just been measured."""
+    figures = [f"{format_cell(row['time'])} us"]
+    figures += [f"{format_cell(row[key])} {unit}" for key, unit in (("tflops", "TFLOP/s"), ("gbs", "GB/s")) if row[key]]
+    figures += [f"{format_cell(row[key])} x {key.removeprefix('vs_')}" for key in row if key.startswith("vs_") and row[key] != ""]
+    return f"{seconds:5.0f} s  {row['suite']:10} {row['case']}: {', '.join(figures)} {row['remarks']}".rstrip()
+
+
+def show(rows: list[dict]) -> None:
+    """Prints the rows, a table for each suite, without the columns that say nothing there."""
+    console = require("rich.console", "experiments").Console(width=None if os.isatty(1) else 240)
+    table_type = require("rich.table", "experiments").Table
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        inside = [row for row in rows if row["suite"] == suite]
+        hidden = ("suite", "remarks")  # the remarks are in the file, and were printed
+        columns = [c for c in measure.COLUMNS if c["key"] not in hidden and any(row[c["key"]] != "" for row in inside)]
+        table = table_type(title=suite, title_justify="left")
+        for column in columns:
+            heading = f"{column['label']} ({column['unit']})" if column["unit"] else column["label"]
+            table.add_column(heading, justify="right" if column["unit"] else "left", overflow="fold")
+        for row in inside:
+            table.add_row(*(format_cell(row[column["key"]]) for column in columns))
+        console.print(table)
+
+
+def tune_table() -> None:
+    """Measures tile configurations for the suites and writes the table that kernels read."""
+    only, quick = chosen_suites(_ONLY.value), _QUICK.value
+    path = Path(_OUT.value) if _OUT.value else tuning.TABLE
+    timer = functools.partial(time_jax, repeats=min(_REPEATS.value, 10))
+    tune.tune(suites.cases(QUICK if quick else FULL, only), timer, path, report=functools.partial(print, flush=True))
+
+
+def main(argv: list[str]) -> None:
+    {"kernels": kernels, "tune": tune_table}[argv[1]]()
+
+
+if __name__ == "__main__":
+    cli.run(main, commands=COMMANDS)

@@ -1,0 +1,415 @@
+"""The cases of the kernel benchmark: dense, grouped, the expert MLP, decoding, quantising, backward.
+
+Let M be rows, N output features, K the summed axis, E experts, k experts per token, T tokens, D the model's width, F an expert's
+inner width.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from experiments.kernels import peers
+from experiments.kernels.cases import (
+    BF16,
+    COPY,
+    FP8,
+    READ,
+    ROW_RULE,
+    SHARE,
+    VS_BF16,
+    VS_FP8,
+    VS_GROUPED,
+    VS_GROUPED_FP8,
+    VS_RAGGED,
+    VS_UNFUSED,
+    Case,
+    Other,
+    Scale,
+    activations,
+    expanded,
+    normal,
+    packed,
+    unfused_quantize_dequantize,
+)
+from experiments.kernels.peers import Peer
+from pallas_kernels import nvfp4, rms_norm, shapes, silu_mul
+from pallas_kernels.combine import combine
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
+from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
+
+_EPSILON = 1e-6
+
+
+def cases(scale: Scale, only: tuple[str, ...]) -> Iterator[Case]:
+    """The cases of the suites asked for, in order."""
+    for suite in only:
+        yield from SUITES[suite](scale)
+
+
+def decode_group_sizes(tokens: int, experts: int, top_k: int, seed: int = 0) -> tuple[int, ...]:
+    """Rows of each expert where every token chooses `top_k` different ones at random."""
+    rng = np.random.default_rng(seed)
+    chosen = np.concatenate([rng.choice(experts, top_k, replace=False) for _ in range(tokens)])
+    return tuple(int(count) for count in np.bincount(chosen, minlength=experts))
+
+
+def _array(sizes: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(np.asarray(sizes, np.int32))
+
+
+def _unfused(M: int, K: int) -> Other:
+    return Other(f"unfused jnp {M} x {K}", unfused_quantize_dequantize, lambda key: (normal(key, M, K),))
+
+
+def _unfused_matmul(M: int, N: int, K: int) -> Other:
+    def run(x, w):
+        return unfused_quantize_dequantize(x) @ w.T
+
+    return Other(f"unfused jnp + XLA dot {M} x {N} x {K}", run, lambda key: (normal(key, M, K), normal(key, N, K)))
+
+
+def _ragged_dot(sizes: tuple[int, ...], N: int, K: int) -> Other:
+    M, E = sum(sizes), len(sizes)
+
+    # The weights as ragged_dot wants them, [E, K, N], so that no transposition is timed. A call takes 70 ms on an H200.
+    def make(key):
+        return normal(key, M, K), normal(key, E, K, N), _array(sizes)
+
+    return Other(f"jax.lax.ragged_dot {M} x {N} x {K}", lax.ragged_dot, make, repeats=3, calls=1)
+
+
+def _dense(scale: Scale) -> Iterator[Case]:
+    return itertools.chain.from_iterable(_dense_of(scale.rows, shape, goal) for shape, goal in scale.dense)
+
+
+def _dense_of(M: int, shape: shapes.Dense, goal: float) -> Iterator[Case]:
+    N, K, name = shape.features, shape.depth, f"{shape.model} {shape.name}"
+    out = 2 * M * N
+    against = {
+        VS_BF16: Peer(peers.CUBLAS_BF16, (M, N, K)),
+        VS_FP8: Peer(peers.CUBLAS_FP8, (M, N, K)),
+    }
+    if shape.name == "qkv":  # once for each model: XLA tries out many ways to multiply, which takes long
+        against[VS_UNFUSED] = _unfused_matmul(M, N, K)
+    fp8 = dict(suite="dense", shape=f"{M} x {N} x {K}", flops=shape.flops(M), ceiling=FP8, ratios=against, native=True)
+    yield Case(
+        name=name,
+        operands="x and w in fp8",
+        function=matmul,
+        make=lambda key: (activations(key, M, K), expanded(key, N, K)),
+        nbytes=M * K + N * K + out,
+        **fp8,
+    )
+    yield Case(
+        name=f"{name}, x quantised",
+        operands="x bf16, w in fp8",
+        function=lambda x, w: matmul(nvfp4.quantize_expanded(x, ROW_RULE), w),
+        make=lambda key: (normal(key, M, K), expanded(key, N, K)),
+        nbytes=2 * M * K + N * K + out,
+        goals={VS_BF16: goal},
+        **fp8,
+    )
+    yield Case(
+        name=f"{name}, x quantised, w expanded",
+        operands="x bf16, w packed",
+        function=lambda x, w: matmul(nvfp4.quantize_expanded(x, ROW_RULE), nvfp4.expand(w, jnp.float8_e4m3fn)),
+        make=lambda key: (normal(key, M, K), packed(key, N, K)),
+        nbytes=2 * M * K + shape.packed_bytes() + out,
+        **fp8,
+    )
+    yield Case(
+        suite="dense",
+        name=f"{name}, bf16 recipe",
+        operands="x and w bf16",
+        shape=f"{M} x {N} x {K}",
+        function=matmul,
+        make=lambda key: (normal(key, M, K), normal(key, N, K)),
+        flops=shape.flops(M),
+        nbytes=2 * M * K + 2 * N * K + out,
+        ceiling=BF16,
+        ratios={VS_BF16: against[VS_BF16]},
+        goals={VS_BF16: 0.95},
+    )
+
+
+def _grouped(scale: Scale) -> Iterator[Case]:
+    for shape, kind in itertools.product(scale.moe.grouped(), ("equal", "skewed")):
+        yield from _grouped_of(scale.tokens * shape.top_k, shape, kind)
+
+
+def _grouped_of(M: int, shape: shapes.Grouped, kind: str) -> Iterator[Case]:
+    N, K, E = shape.features, shape.depth, shape.experts
+    sizes = shapes.group_sizes(M, E, kind)
+    hit = sum(size > 0 for size in sizes)
+    name, words = f"{shape.model} {shape.name}, {kind} groups", f"{M} x {N} x {K}, E = {E}"
+    against = {VS_GROUPED: Peer(peers.GROUPED_BF16, (sizes, N, K))}
+    goals = {VS_GROUPED: 1.6, VS_RAGGED: 50.0} if kind == "equal" else {VS_GROUPED: 1.6}
+    ragged = {VS_RAGGED: _ragged_dot(sizes, N, K)} if kind == "equal" else {}
+    yield Case(
+        suite="grouped",
+        name=name,
+        operands="x and w in fp8",
+        shape=words,
+        function=grouped_matmul,
+        make=lambda key: (activations(key, M, K), expanded(key, E, N, K), _array(sizes)),
+        flops=shape.flops(M),
+        nbytes=M * K + hit * N * K + 2 * M * N,
+        ceiling=FP8,
+        ratios={**against, VS_GROUPED_FP8: Peer(peers.GROUPED_FP8, (sizes, N, K)), **ragged},
+        goals=goals,
+        native=True,
+    )
+    yield Case(
+        suite="grouped",
+        name=f"{name}, bf16 recipe",
+        operands="x and w bf16",
+        shape=words,
+        function=grouped_matmul,
+        make=lambda key: (normal(key, M, K), normal(key, E, N, K), _array(sizes)),
+        flops=shape.flops(M),
+        nbytes=2 * (M * K + hit * N * K + M * N),
+        ceiling=BF16,
+        ratios=against,
+        goals={VS_GROUPED: 0.95},
+    )
+
+
+def _expert_mlp(scale: Scale) -> Iterator[Case]:
+    model, T = scale.moe, scale.tokens
+    gate_up, down = model.grouped()
+    k, D, F, E, M = model.top_k, model.hidden, model.inner, model.experts, T * model.top_k
+    sizes = shapes.group_sizes(M, E, "equal")
+
+    @jax.jit
+    def routing(key):
+        slot = jax.random.permutation(key, M).astype(jnp.int32)
+        weights = jax.nn.softmax(jax.random.normal(key, (T, k), jnp.float32))
+        return (jnp.argsort(slot) // k).astype(jnp.int32), slot.reshape(T, k), weights, _array(sizes)
+
+    def in_fp8(x, w_in, w_out, token, slot, weights, group_sizes):
+        x = jax.tree.map(lambda rows: rows[token], nvfp4.quantize_expanded(x, ROW_RULE))
+        inner = silu_mul.silu_mul_quantize(grouped_matmul(x, w_in, group_sizes), ROW_RULE)
+        return combine(grouped_matmul(inner, w_out, group_sizes)[slot], weights)
+
+    def in_bf16(x, w_in, w_out, token, slot, weights, group_sizes):
+        inner = silu_mul.silu_mul(grouped_matmul(x[token], w_in, group_sizes))
+        return combine(grouped_matmul(inner, w_out, group_sizes)[slot], weights)
+
+    common = dict(
+        suite="expert_mlp",
+        shape=f"{T} tokens x {k} = {M} rows, E = {E}, D = {D}, F = {F}",
+        flops=gate_up.flops(M) + down.flops(M),
+        ratios={VS_GROUPED: Peer(peers.EXPERT_MLP, (T, k, sizes, D, F))},
+    )
+    # Bytes: each step reads its inputs once and writes its output once.
+    yield Case(
+        name=f"{model.name}: quantise, gather, gate and up, SwiGLU + quantise, down, combine",
+        operands="x bf16, w in fp8",
+        function=in_fp8,
+        make=lambda key: (normal(key, T, D), expanded(key, E, 2 * F, D), expanded(key, E, D, F), *routing(key)),
+        nbytes=3 * E * F * D + 6 * T * D + 10 * M * D + 10 * M * F,
+        ceiling=FP8,
+        goals={VS_GROUPED: 1.5},
+        native=True,
+        **common,
+    )
+    yield Case(
+        name=f"{model.name}: the same, bf16 recipe",
+        operands="x and w bf16",
+        function=in_bf16,
+        make=lambda key: (normal(key, T, D), normal(key, E, 2 * F, D), normal(key, E, D, F), *routing(key)),
+        nbytes=6 * E * F * D + 4 * T * D + 12 * M * D + 12 * M * F,
+        ceiling=BF16,
+        **common,
+    )
+
+
+def _decode(scale: Scale) -> Iterator[Case]:
+    for tokens in scale.decode_rows:
+        for shape in scale.decode:
+            yield _decode_dense(tokens, shape)
+        for shape in scale.moe.grouped():
+            yield _decode_grouped(tokens, shape)
+
+
+def _decode_goals(tokens: int, ratio: str) -> dict[str, float]:
+    return {ratio: 2.5, SHARE: 0.7} if tokens == 64 else {}  # stated for batch 64
+
+
+def _decode_dense(M: int, shape: shapes.Dense) -> Case:
+    N, K = shape.features, shape.depth
+    return Case(
+        suite="decode",
+        name=f"{shape.model} {shape.name}, batch {M}",
+        operands="x in fp8, w packed",
+        shape=f"{M} x {N} x {K}",
+        function=matmul,
+        make=lambda key: (activations(key, M, K), packed(key, N, K)),
+        flops=shape.flops(M),
+        nbytes=shape.packed_bytes(),
+        ceiling=READ,
+        ratios={VS_BF16: Peer(peers.CUBLAS_BF16, (M, N, K))},
+        goals=_decode_goals(M, VS_BF16),
+        native=True,
+    )
+
+
+def _decode_grouped(tokens: int, shape: shapes.Grouped) -> Case:
+    N, K, E = shape.features, shape.depth, shape.experts
+    sizes = decode_group_sizes(tokens, E, shape.top_k)
+    M, hit = sum(sizes), sum(size > 0 for size in sizes)
+    return Case(
+        suite="decode",
+        name=f"{shape.model} {shape.name}, batch {tokens}, {hit} of {E} experts hit",
+        operands="x in fp8, w packed",
+        shape=f"{M} x {N} x {K}, E = {E}",
+        function=grouped_matmul,
+        make=lambda key: (activations(key, M, K), packed(key, E, N, K), _array(sizes)),
+        flops=shape.flops(M),
+        nbytes=shape.packed_bytes(hit),
+        ceiling=READ,
+        ratios={VS_GROUPED: Peer(peers.GROUPED_BF16, (sizes, N, K))},
+        goals=_decode_goals(tokens, VS_GROUPED),
+        native=True,
+    )
+
+
+def _quantize(scale: Scale) -> Iterator[Case]:
+    model, T = scale.moe, scale.tokens
+    M, D, F, k, E = T * model.top_k, model.hidden, model.inner, model.top_k, model.experts
+
+    def rows_case(name, shape, bytes_per_number, function, make, *, goal=0.8, unfused=False):
+        return Case(
+            suite="quantize",
+            name=name,
+            operands="bf16 in",
+            shape=f"{shape[0]} x {shape[1]}",
+            function=function,
+            make=make,
+            flops=0,
+            nbytes=shape[0] * shape[1] * bytes_per_number,
+            ceiling=COPY,
+            ratios={VS_UNFUSED: _unfused(*shape)} if unfused else {},
+            goals={SHARE: goal} if goal else {},
+        )
+
+    def to_fp8(x):
+        return nvfp4.quantize_expanded(x, ROW_RULE)
+
+    def gated_to_fp8(x):
+        return silu_mul.silu_mul_quantize(x, ROW_RULE)
+
+    def norm_inputs(key):
+        return normal(key, M, D), normal(key, D, dtype=jnp.float32)
+
+    def gate_up(key):
+        return (normal(key, M, 2 * F),)
+
+    yield rows_case("quantise to fp8 values", (M, D), 2 + 1, to_fp8, lambda key: (normal(key, M, D),), unfused=True)
+    yield rows_case("quantise to fp8 values", (M, F), 2 + 1, to_fp8, lambda key: (normal(key, M, F),), unfused=True)
+    yield rows_case(
+        "quantise, packed",
+        (M, D),
+        2 + shapes.PACKED_BYTES,
+        lambda x: nvfp4.quantize(x, ROW_RULE),
+        lambda key: (normal(key, M, D),),
+    )
+    yield rows_case(
+        "RMS norm + quantise", (M, D), 2 + 1, lambda x, w: rms_norm.rms_norm_quantize(x, w, ROW_RULE, eps=_EPSILON), norm_inputs
+    )
+    yield rows_case("silu(gate) x up + quantise", (M, F), 4 + 1, gated_to_fp8, gate_up)
+    if scale.wide is not None:
+        wide = scale.wide.inner
+        yield rows_case(
+            "silu(gate) x up + quantise",
+            (scale.rows, wide),
+            4 + 1,
+            gated_to_fp8,
+            lambda key: (normal(key, scale.rows, 2 * wide),),
+        )
+    yield rows_case(
+        "expand the experts' gate and up to fp8 values",
+        (2 * E * F, D),
+        shapes.PACKED_BYTES + 1,
+        lambda w: nvfp4.expand(w, jnp.float8_e4m3fn),
+        lambda key: (packed(key, E, 2 * F, D),),
+        goal=None,
+    )
+    yield rows_case("RMS norm", (M, D), 2 + 2, lambda x, w: rms_norm.rms_norm(x, w, eps=_EPSILON), norm_inputs, goal=None)
+    yield rows_case("silu(gate) x up", (M, F), 4 + 2, silu_mul.silu_mul, gate_up, goal=None)
+    yield rows_case(
+        "combine in rank order",
+        (T, D),
+        2 * k + 2,
+        combine,
+        lambda key: (normal(key, T, k, D), jax.nn.softmax(jax.random.normal(key, (T, k), jnp.float32))),
+        goal=None,
+    )
+
+
+def _backward(scale: Scale) -> Iterator[Case]:
+    for shape in scale.backward:
+        yield from _backward_dense(scale.rows, shape)
+    for shape in scale.moe.grouped():
+        yield from _backward_grouped(scale.tokens * shape.top_k, shape)
+
+
+def _backward_dense(M: int, shape: shapes.Dense) -> Iterator[Case]:
+    N, K, name = shape.features, shape.depth, f"{shape.model} {shape.name}"
+    common = dict(suite="backward", shape=f"{M} x {N} x {K}", flops=shape.flops(M), ceiling=BF16)
+    yield Case(
+        name=f"{name} dgrad",
+        operands="g bf16, w in fp8",
+        function=matmul_dgrad,
+        make=lambda key: (normal(key, M, N), expanded(key, N, K)),
+        nbytes=2 * M * N + N * K + 4 * M * K,
+        ratios={VS_BF16: Peer(peers.CUBLAS_DGRAD, (M, N, K))},
+        **common,
+    )
+    yield Case(
+        name=f"{name} wgrad",
+        operands="x in fp8, g bf16",
+        function=matmul_wgrad,
+        make=lambda key: (activations(key, M, K), normal(key, M, N)),
+        nbytes=2 * M * N + M * K + 4 * N * K,
+        ratios={VS_BF16: Peer(peers.CUBLAS_WGRAD, (M, N, K))},
+        **common,
+    )
+
+
+def _backward_grouped(M: int, shape: shapes.Grouped) -> Iterator[Case]:
+    N, K, E, name = shape.features, shape.depth, shape.experts, f"{shape.model} {shape.name}"
+    sizes = shapes.group_sizes(M, E, "equal")
+    common = dict(suite="backward", shape=f"{M} x {N} x {K}, E = {E}", flops=shape.flops(M), ceiling=BF16)
+    yield Case(
+        name=f"{name} dgrad, equal groups",
+        operands="g bf16, w in fp8",
+        function=grouped_matmul_dgrad,
+        make=lambda key: (normal(key, M, N), expanded(key, E, N, K), _array(sizes)),
+        nbytes=2 * M * N + E * N * K + 4 * M * K,
+        ratios={VS_GROUPED: Peer(peers.GROUPED_DGRAD, (sizes, N, K))},
+        **common,
+    )
+    yield Case(
+        name=f"{name} wgrad, equal groups",
+        operands="x in fp8, g bf16",
+        function=grouped_matmul_wgrad,
+        make=lambda key: (activations(key, M, K), normal(key, M, N), _array(sizes)),
+        nbytes=2 * M * N + M * K + 4 * E * N * K,
+        ratios={VS_GROUPED: Peer(peers.GROUPED_WGRAD, (sizes, N, K))},
+        **common,
+    )
+
+
+SUITES = {
+    "dense": _dense,
+    "grouped": _grouped,
+    "expert_mlp": _expert_mlp,
+    "decode": _decode,
+    "quantize": _quantize,
+    "backward": _backward,
+}

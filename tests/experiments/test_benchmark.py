@@ -1,0 +1,271 @@
+"""The kernel benchmark on a CPU: tiny shapes through the reference implementation, with a clock that is a stand-in."""
+
+import contextlib
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from experiments import benchmark, tables
+from experiments.kernels import cases, ceilings, measure, peers, suites
+from experiments.kernels.cases import BF16, COPY, FP8, READ, SHARE, VS_BF16, VS_FP8, Case, Other
+from experiments.kernels.peers import Measured, Peer, Peers
+from experiments.timing import Timing, TimingError, time_jax
+from minite_jax.errors import UserError
+from minite_jax.metrics.results import read_results
+from pallas_kernels import nvfp4, rms_norm, shapes, silu_mul
+
+
+def clock(function, sets, **settings):
+    """Traces the function instead of timing it: whatever it calls has to be there and fit."""
+    jax.eval_shape(function, *sets[0])
+    return Timing(1e-3, 0.01, settings.get("repeats", 20), settings.get("calls", 8))
+
+
+def _norm_then_quantize(x, weight, rule, *, eps):
+    return nvfp4.quantize_expanded(rms_norm.rms_norm(x, weight, eps=eps), rule)
+
+
+def _gate_then_quantize(gate_up, rule):
+    return nvfp4.quantize_expanded(silu_mul.silu_mul(gate_up), rule)
+
+
+@contextlib.contextmanager
+def stand_ins(path, time=clock, **given):
+    """No PyTorch, no compiling: times and inputs come from shapes alone."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["test"])  # a module's fixture comes before the one that does this
+    with pytest.MonkeyPatch.context() as patch, flagsaver.flagsaver(quick=True, out=str(path), **given):
+        patch.setattr(benchmark, "time_jax", time)
+        patch.setattr(peers, "_import_torch", lambda: None)
+        if not hasattr(rms_norm, "rms_norm_quantize"):
+            patch.setattr(rms_norm, "rms_norm_quantize", _norm_then_quantize, raising=False)
+        if not hasattr(silu_mul, "silu_mul_quantize"):
+            patch.setattr(silu_mul, "silu_mul_quantize", _gate_then_quantize, raising=False)
+        patch.setattr(measure, "make_sets", lambda make, key, count: [jax.eval_shape(make, key)] * count)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("benchmark") / "kernels_quick.json"
+    with stand_ins(path):
+        benchmark.main(["benchmark", "kernels"])
+    return path
+
+
+def test_every_suite_has_rows_of_every_column(file):
+    results = read_results(file)
+    assert [column["key"] for column in results["columns"]] == [column["key"] for column in measure.COLUMNS]
+    assert [*dict.fromkeys(row["suite"] for row in results["rows"])] == ["ceilings", *suites.SUITES, "compared with"]
+    ours = [row for row in results["rows"] if row["suite"] in suites.SUITES]
+    assert all(row["time"] == pytest.approx(1000.0) and row["remarks"] == "" for row in ours)
+    assert {row["b300"] for row in ours} == {None, "compiled, not run"}
+
+
+def test_without_pytorch_its_columns_say_not_run(file):
+    results = read_results(file)
+    assert results["provenance"]["versions"]["torch"] == "not installed"
+    dense = [row for row in results["rows"] if row["suite"] == "dense"]
+    assert all(row[VS_BF16] is None for row in dense) and all(row["met"] is None for row in dense if row["goal"])
+    assert any(row["ceiling"] == "fp8 matmul not run" and row[SHARE] is None for row in dense)
+    # What JAX alone can say is there.
+    assert any(isinstance(row["vs_unfused"], float) for row in dense)
+
+
+def test_the_page_shows_the_ceiling_and_honest_words(file, tmp_path):
+    with flagsaver.flagsaver(results=str(file.parent), out=str(tmp_path)):
+        tables.main(["tables"])
+    page = (tmp_path / "kernels_quick.md").read_text()
+    for suite in suites.SUITES:
+        assert f"#### {suite}\n" in page
+    assert "fp8 arithmetic on 4-bit values" in page and "compiled, not run" in page and "not run" in page
+    section = page.split("#### dense")[1].split("####")[0]
+    assert "ceiling" in section and "ragged_dot" not in section  # a column that says nothing here is left out
+
+
+def test_a_suite_is_chosen(tmp_path):
+    path = tmp_path / "x.json"
+    with stand_ins(path, only=["decode"]):
+        benchmark.main(["benchmark", "kernels"])
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["suite"] for row in rows} == {"ceilings", "decode", "compared with"}
+
+
+def test_what_is_wrong_is_one_line():
+    with flagsaver.flagsaver(only=["dnese"], quick=True), pytest.raises(UserError, match="no suite 'dnese'; choose from dense"):
+        benchmark.main(["benchmark", "kernels"])
+    with flagsaver.flagsaver(quick=False), pytest.raises(UserError, match="there is no GPU here: --quick"):
+        benchmark.main(["benchmark", "kernels"])
+
+
+def test_a_case_of_ours_that_fails_is_said_at_the_end(tmp_path):
+    def broken(scale, only):
+        yield case(function=lambda x: x.no_such_method())
+        yield case()
+
+    path = tmp_path / "x.json"
+    with stand_ins(path) as patch, pytest.raises(UserError, match="1 cases could not be measured, .* 'copy'"):
+        patch.setattr(suites, "cases", broken)
+        benchmark.main(["benchmark", "kernels"])
+    failed, fine = (row for row in read_results(path)["rows"] if row["suite"] == "dense")
+    assert failed["time"] is None and failed["remarks"].startswith("failed: AttributeError")
+    assert fine["time"] == pytest.approx(1000.0)
+
+
+def case(**changes):
+    fields = dict(
+        suite="dense", name="copy", operands="", shape="", function=lambda x: x + 1, make=lambda key: (jnp.ones((256, 256)),),
+        flops=4e9, nbytes=3e6, ceiling=FP8,
+    )  # fmt: skip
+    return Case(**{**fields, **changes})
+
+
+def ceilings_of(**rates):
+    def ceiling(name, unit, rate):
+        measured = Measured() if rate is None else Measured(Timing(1.0, 0.0, 1, 1))
+        return ceilings.Ceiling(name, rate or 0.0, unit, {"somebody": measured})
+
+    rates = {"copy": 4e12, "read": 3e12, "bf16": 0.5e12, "fp8": 1e12} | rates
+    units = {COPY: "B", READ: "B", BF16: "FLOP", FP8: "FLOP"}
+    return {name: ceiling(name, unit, rates[name.split()[0]]) for name, unit in units.items()}
+
+
+def timed(seconds, host_share=0.0):
+    return Measured(Timing(seconds, 0.02, 20, 8, host_share))
+
+
+def test_a_row_is_computed_from_times():
+    compute = case(ratios={VS_BF16: Peer("b", ()), VS_FP8: Peer("f", ())}, goals={VS_BF16: 1.5, SHARE: 0.7})
+    row = measure.case_row(compute, timed(5e-3), {VS_BF16: timed(10e-3), VS_FP8: timed(4e-3)}, ceilings_of())
+    assert row["time"] == pytest.approx(5000) and row["spread"] == pytest.approx(2)
+    assert row["tflops"] == pytest.approx(4e9 / 5e-3 / 1e12) and row["gbs"] == pytest.approx(3e6 / 5e-3 / 1e9)
+    assert row[VS_BF16] == pytest.approx(2.0) and row[VS_FP8] == pytest.approx(0.8) and row["vs_ragged_dot"] == ""
+    assert row[SHARE] == pytest.approx(80.0) and row["ceiling"] == "fp8 matmul 1 TFLOP/s"
+    assert row["goal"] == ">= 1.5 x cuBLAS bf16, >= 70 % of fp8 matmul" and row["met"] is True and row["remarks"] == ""
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "share", "words"),
+    [
+        (FP8, 50.0, "fp8 matmul 2 TFLOP/s"),
+        (BF16, 100 * 30e9 / 1e12 / 40e-3, "copy 1,000 GB/s (bf16 matmul 2 TFLOP/s)"),  # its bytes take longer
+        (COPY, 75.0, "copy 1,000 GB/s"),
+        (READ, 25.0, "read 3,000 GB/s"),
+    ],
+)
+def test_the_share_is_of_what_binds(ceiling, share, words):
+    flops = 40e9 if ceiling == FP8 else 4e9
+    nbytes = 3e9 if ceiling == FP8 else 30e9
+    found = ceilings_of(copy=1e12, fp8=2e12, bf16=2e12)
+    row = measure.case_row(case(ceiling=ceiling, flops=flops, nbytes=nbytes), timed(40e-3), {}, found)
+    assert row[SHARE] == pytest.approx(share) and row["ceiling"] == words
+
+
+def test_failed_and_late_are_said():
+    against = case(ratios={VS_BF16: Peer("b", ()), VS_FP8: Peer("f", ())}, goals={VS_BF16: 1.5})
+    compared = {VS_BF16: Measured(), VS_FP8: Measured(failure="RuntimeError: no such kernel")}
+    row = measure.case_row(against, timed(5e-3, host_share=0.93), compared, ceilings_of(fp8=None))
+    assert row[VS_BF16] is None and row[VS_FP8] == "failed" and row["met"] is None
+    assert row["remarks"] == "the host took 93 % of the time; cuBLAS fp8: RuntimeError: no such kernel"
+    assert row[SHARE] is None and row["ceiling"] == "fp8 matmul not run"
+
+
+def test_a_missed_goal_is_missed_even_if_another_is_open():
+    against = case(ratios={VS_BF16: Peer("b", ()), VS_FP8: Peer("f", ())}, goals={VS_BF16: 1.5, VS_FP8: 1.0})
+    row = measure.case_row(against, timed(5e-3), {VS_BF16: timed(5e-3), VS_FP8: Measured()}, ceilings_of())
+    assert row["met"] is False
+    assert measure.summary([row, {"goal": "", "met": ""}]) == {"met": 0, "missed": 1, "undecided": 0}
+
+
+def test_equal_peers_are_timed_once(monkeypatch):
+    calls = []
+
+    def build(torch, n):
+        calls.append(n)
+        raise RuntimeError("not on this build\nand a long story")
+
+    monkeypatch.setitem(peers._PEERS, "broken", build)
+    torch = types.SimpleNamespace(__version__="2.11", cuda=types.SimpleNamespace(empty_cache=lambda: None))
+    others = Peers(3, torch)
+    found = [others.time(Peer("broken", (8,))), others.time(Peer("broken", (8,))), others.time(Peer("broken", (9,)))]
+    assert calls == [8, 9] and found[0].failure == "RuntimeError: not on this build" and others.version == "2.11"
+
+
+def test_jax_comparisons_are_timed_once():
+    calls = []
+
+    def counting(function, sets, **settings):
+        calls.append(settings)
+        return Timing(1.0, 0.0, 1, 1)
+
+    bench = measure.Bench(Peers(1, types.SimpleNamespace()), ceilings_of(), counting, calls=2)
+    other = Other("other", lambda x: x, lambda key: (jnp.ones(4),), repeats=3, calls=1)
+    assert bench.row(case(ratios={"vs_unfused": other}))["vs_unfused"] == 1.0
+    bench.row(case(ratios={"vs_unfused": other}))
+    assert len(calls) == 3 and [row["case"] for row in bench.other_rows()] == ["other"]
+
+
+def test_a_case_with_the_real_clock():
+    bench = measure.Bench(Peers(1, types.SimpleNamespace()), ceilings_of(), time_jax, calls=4)
+    row = bench.row(case(function=lambda x: x @ x, make=lambda key: (jax.random.normal(key, (384, 384)),)))
+    assert row["time"] > 0 and row["remarks"] == ""
+
+
+def test_full_scale_cases_have_goals_and_unique_names():
+    found = list(suites.cases(cases.FULL, tuple(suites.SUITES)))
+    assert len({(each.suite, each.name, each.shape) for each in found}) == len(found)
+    goals = {(each.suite, key, value) for each in found for key, value in each.goals.items()}
+    assert ("dense", VS_BF16, 1.5) in goals and ("dense", VS_BF16, 1.35) in goals and ("dense", VS_BF16, 0.95) in goals
+    assert ("expert_mlp", "vs_grouped_bf16", 1.5) in goals and ("grouped", "vs_ragged_dot", 50.0) in goals
+    assert ("decode", VS_BF16, 2.5) in goals and ("decode", SHARE, 0.7) in goals and ("quantize", SHARE, 0.8) in goals
+
+
+def test_bytes_and_operations_of_a_full_case():
+    found = {each.name: each for each in suites.cases(cases.FULL, ("dense", "decode"))}
+    dense = found["Qwen3-8B down, x quantised"]
+    assert dense.flops == 2 * 8192 * 4096 * 12288
+    assert dense.nbytes == 2 * 8192 * 12288 + 4096 * 12288 + 2 * 8192 * 4096
+    assert found["Qwen3-8B down, batch 64"].nbytes == 4096 * 12288 * 9 // 16
+    decode = found[next(name for name in found if name.startswith("Qwen3-30B-A3B gate_up, batch 16"))]
+    sizes = suites.decode_group_sizes(16, 128, 8)
+    hit = sum(size > 0 for size in sizes)
+    assert sum(sizes) == 128 and max(sizes) <= 16 and f"{hit} of 128 experts" in decode.name
+    assert decode.nbytes == shapes.QWEN3_30B_A3B.grouped()[0].packed_bytes(hit)
+
+
+def test_unfused_quantize_dequantize_is_nvfp4():
+    x = jax.random.normal(jax.random.key(0), (8, 64), jnp.bfloat16)
+    y = cases.unfused_quantize_dequantize(x)
+    error = jnp.mean((x - y).astype(jnp.float32) ** 2) / jnp.mean(x.astype(jnp.float32) ** 2)
+    assert y.dtype == jnp.bfloat16 and 0.005 < float(error) < 0.013  # 0.009 for Gaussian numbers
+
+
+@pytest.mark.parametrize(("kind", "slug"), [("NVIDIA H200", "h200"), ("NVIDIA GB300 (x)", "gb300_x"), ("cpu", "cpu")])
+def test_device_slug(kind, slug):
+    assert benchmark.device_slug(kind) == slug
+
+
+def test_too_short_for_the_clock_is_no_failure_in_a_quick_run(tmp_path):
+    def too_fast(function, sets, **settings):
+        raise TimingError("2 calls took no longer than 1")
+
+    path = tmp_path / "x.json"
+    with stand_ins(path, time=too_fast) as patch:
+        patch.setattr(suites, "cases", lambda scale, only: iter([case()]))
+        benchmark.main(["benchmark", "kernels"])
+    assert all(row["time"] is None for row in read_results(path)["rows"])
+
+
+@pytest.mark.slow
+def test_a_quick_run_with_the_real_clock(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "_import_torch", lambda: None)
+    path = tmp_path / "x.json"
+    with flagsaver.flagsaver(quick=True, out=str(path)):
+        benchmark.main(["benchmark", "kernels"])
+    rows = [row for row in read_results(path)["rows"] if row["suite"] in suites.SUITES]
+    assert sum(row["time"] is not None for row in rows) > len(rows) / 2  # tiny shapes: some are too short for the clock

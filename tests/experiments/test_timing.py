@@ -1,0 +1,81 @@
+"""The timer's arithmetic, and that it notices calls that a compiler left out."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import timing
+from experiments.timing import TimingError
+
+
+def test_what_a_program_costs_beside_its_calls_cancels():
+    overhead = [100e-6, 90e-6, 300e-6]
+    found = timing.per_call([o + 4 * 5e-6 for o in overhead], [o + 8 * 5e-6 for o in overhead], calls=4)
+    assert found.seconds == pytest.approx(5e-6) and found.spread == pytest.approx(0, abs=1e-9)
+    assert (found.repeats, found.calls, found.host_share) == (3, 4, 0.0)
+
+
+def test_the_median_counts():
+    found = timing.per_call([1.0, 1.0, 1.0], [3.0, 3.2, 99.0], calls=2, host=[0.55, 0.55, 0.55])
+    assert found.seconds == pytest.approx(1.1) and found.host_share == pytest.approx(0.25)
+
+
+def test_spread_is_half_the_distance_between_the_quartiles():
+    assert timing.spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((4 - 2) / 2 / 3)
+    assert timing.spread_of([7.0]) == 0.0
+
+
+def test_too_short_to_be_measured():
+    with pytest.raises(TimingError, match="8 calls took no longer than 4"):
+        timing.per_call([1.0, 2.0], [0.9, 2.0], calls=4)
+
+
+@pytest.mark.parametrize(("nbytes", "sets"), [(1e9, 2), (100e6, 2), (60e6, 4), (1e3, 32), (0, 32)])
+def test_sets_exceed_the_cache(nbytes, sets):
+    assert timing.sets_beyond_cache(nbytes) == sets
+
+
+def test_sets_count_what_is_touched_and_fit_into_memory():
+    assert timing.sets_beyond_cache(14e6, 226e6) == 15
+    assert timing.sets_beyond_cache(14e6, 4e9) == 4
+    assert timing.sets_beyond_cache(14e6, 60e9) == 2
+
+
+def test_the_chain_uses_the_sets_in_turn():
+    sets = [(jnp.full(3, float(i)),) for i in range(3)]
+    results = timing.chain(lambda x: (x + 1, {"codes": (2 * x).astype(jnp.uint8)}), 5)(sets)
+    assert results.tolist() == [1, 0, 2, 2, 3, 4, 1, 0, 2, 2]
+
+
+def kernels(count, target="triton_kernel_call"):
+    return "\n".join(f'  %c.{i} = f32[8] custom-call(f32[8] %a), custom_call_target="{target}"' for i in range(count))
+
+
+@pytest.mark.parametrize(("short", "long"), [(4, 8), (8, 16)])
+def test_every_kernel_is_there(short, long):
+    timing.check_calls(kernels(short), kernels(long), 4, kernels=True)
+
+
+@pytest.mark.parametrize(("short", "long"), [(0, 0), (1, 1), (4, 7), (3, 6), (5, 10)])
+def test_missing_kernels_are_noticed(short, long):
+    with pytest.raises(TimingError, match=f"4 and 8 calls became {short} and {long} kernels"):
+        timing.check_calls(kernels(short), kernels(long), 4, kernels=True)
+
+
+def test_other_custom_calls_are_no_kernels():
+    with pytest.raises(TimingError, match="became 0 and 0 kernels"):
+        timing.check_calls(kernels(4, "cublas"), kernels(8, "cublas"), 4, kernels=True)
+
+
+def test_merged_operations_are_noticed():
+    program = jax.jit(lambda x: [jnp.sin(x) + 1, jnp.sin(x) + 1]).lower(jnp.ones(8)).compile().as_text()
+    with pytest.raises(TimingError, match="XLA merged or dropped some"):
+        timing.check_calls(program, program, 2, kernels=False)
+
+
+def test_equal_inputs_are_computed_again():
+    # One set for all calls: without the dependence between them XLA would compute one and hand it out eight times.
+    key = jax.random.key(0)
+    sets = [(jax.random.normal(key, (512, 512)),)]
+    found = timing.time_jax(lambda x: x @ x, sets, repeats=9, calls=4)
+    assert found.seconds > 0 and found.repeats == 9 and found.host_share == 0.0
