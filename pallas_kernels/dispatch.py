@@ -1,13 +1,33 @@
-"""Which implementation of an operation runs: explicit, printed once, never a silent fallback."""
+"""Which implementation of an operation runs: explicit, printed once, never a silent fallback.
+
+Two implementations exist. "reference": plain jnp, the specification, on every device. "triton": kernels for NVIDIA GPUs. The
+default is "triton" on a GPU and "reference" elsewhere; `prefer` changes it for a whole program (the scripts' flag
+``--implementation``), and every operation takes ``implementation=``.
+"""
 
 import functools
 import logging
 
 import jax
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("reference", "triton")
 
 _logger = logging.getLogger("pallas_kernels")
+_preferred: str | None = None
+
+
+def prefer(implementation: str | None) -> None:
+    """Sets the implementation of every operation that is traced from now on and names none; None: the platform's default.
+
+    Call it before anything is compiled: compiled programs stay as they are.
+
+    Raises:
+      ValueError: no such implementation.
+    """
+    global _preferred
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
+    _preferred = implementation
 
 
 @functools.cache
@@ -15,19 +35,24 @@ def _announce(op: str, implementation: str, platform: str) -> None:
     _logger.info("%s: %s implementation on %s", op, implementation, platform)
 
 
-def resolve(op: str, implementation: str | None) -> str:
+def resolve(op: str, implementation: str | None, available: tuple[str, ...] = IMPLEMENTATIONS) -> str:
     """Returns the name of the implementation of `op` that will run, and logs it the first time.
 
     Args:
-      op: name of the operation, for the log and the error.
-      implementation: a name from `IMPLEMENTATIONS`, or None for the default of the platform.
+      op: name of the operation, with shape and type where these decide, for the log and the error.
+      implementation: a name from `IMPLEMENTATIONS`, or None for the preferred one.
+      available: implementations that `op` has. One that has no kernel runs as the reference, and the log says so.
 
     Raises:
-      NotImplementedError: the operation has no such implementation.
+      NotImplementedError: the operation has no such implementation, or it does not run on this platform.
     """
     platform = jax.default_backend()
-    chosen = implementation or "reference"
-    if chosen not in IMPLEMENTATIONS:
-        raise NotImplementedError(f"{op}: no implementation {chosen!r} on {platform}; there is {', '.join(IMPLEMENTATIONS)}")
+    chosen = implementation or _preferred or ("triton" if platform == "gpu" else "reference")
+    if implementation is None and chosen not in available:
+        chosen = available[0]
+    if chosen not in available:
+        raise NotImplementedError(f"{op}: no implementation {chosen!r}; there is {', '.join(available)}")
+    if chosen == "triton" and platform != "gpu":
+        raise NotImplementedError(f"{op}: the triton implementation needs a GPU, this is {platform}; choose 'reference'")
     _announce(op, chosen, platform)
     return chosen

@@ -52,8 +52,10 @@ def _check_versions() -> None:
             raise ImportError(f"Triton kernels were built for {name} {wanted}, found {found}: pip install '{name}=={wanted}.*'")
 
 
-def run(launch: Launch, *inputs: jax.Array) -> list[jax.Array]:
+def run(launch: Launch, *inputs: jax.Array | int) -> list[jax.Array]:
     """Launches from JAX, inside or outside of jit, on the GPU that the computation is on.
+
+    Inputs are arrays and integers. A size that is an input, not a constant, does not make another kernel to compile.
 
     Multiply-adds are contracted only where a kernel says so, since a sum's bits must not depend on the compiler's mood.
 
@@ -92,7 +94,7 @@ _TYPE_NAMES = {
 }
 
 
-def compile_ahead(launch: Launch, *inputs: jax.ShapeDtypeStruct | jax.Array, capability: int):
+def compile_ahead(launch: Launch, *inputs: jax.ShapeDtypeStruct | jax.Array | int, capability: int):
     """Compiles for a GPU of a compute capability (90, 100, 103), with no GPU needed.
 
     Returns:
@@ -102,11 +104,12 @@ def compile_ahead(launch: Launch, *inputs: jax.ShapeDtypeStruct | jax.Array, cap
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    arrays = (*inputs, *launch.out_shape)
-    names = launch.kernel.arg_names
-    signature = {name: "*" + _TYPE_NAMES[np.dtype(array.dtype).name] for name, array in zip(names, arrays, strict=False)}
+    arguments = (*inputs, *launch.out_shape)
+    is_integer = [isinstance(each, int) for each in arguments]
+    types = ["i32" if isinstance(each, int) else "*" + _TYPE_NAMES[np.dtype(each.dtype).name] for each in arguments]
+    signature = dict(zip(launch.kernel.arg_names, types, strict=False))
     signature |= {name: "constexpr" for name in launch.constants}
-    attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, integer in enumerate(is_integer) if not integer}
     return triton.compile(
         ASTSource(launch.kernel, signature, dict(launch.constants), attributes),
         target=GPUTarget("cuda", capability, 32),
@@ -149,7 +152,7 @@ class _HostArray:
         return self
 
 
-def interpret(launch: Launch, *inputs: np.ndarray) -> list[np.ndarray]:
+def interpret(launch: Launch, *inputs: np.ndarray | int) -> list[np.ndarray]:
     """Runs a launch in Triton's interpreter on the host: for tests of a kernel's arithmetic and indexing.
 
     Outputs start as bytes of 0xFF (NaN for floating point), so that what a kernel does not write shows.
@@ -164,8 +167,8 @@ def interpret(launch: Launch, *inputs: np.ndarray) -> list[np.ndarray]:
         fill = 0 if i in launch.zeroed else 0xFF
         size = int(np.prod(shape.shape)) * np.dtype(shape.dtype).itemsize
         outputs.append(np.full(size, fill, np.uint8).view(shape.dtype).reshape(shape.shape))
-    arrays = [_HostArray(np.ascontiguousarray(x)) for x in inputs] + [_HostArray(x) for x in outputs]
-    launch.kernel[launch.grid](*arrays, **launch.constants)
+    arguments = [x if isinstance(x, int) else _HostArray(np.ascontiguousarray(x)) for x in inputs]
+    launch.kernel[launch.grid](*arguments, *(_HostArray(x) for x in outputs), **launch.constants)
     return outputs
 
 

@@ -64,12 +64,43 @@ def divide(numerator: Float[Array, "..."], denominator: Float[Array, "..."]) -> 
     """Correctly rounded float32 division, also where the denominator is a scalar or is broadcast.
 
     XLA rewrites ``x / broadcast(c)`` as ``x * (1 / c)``, which is wrong in the last bit for about a quarter of all ``x``. A
-    barrier hides that the divisor is a broadcast.
+    barrier hides that the divisor is a broadcast. On a GPU XLA's division is only good to two units in the last place; there the
+    quotient's significand is corrected in integers. Quotients below 2^-126 are zero or rounded twice.
     """
     # Either choice is the denominator. It is a choice by the numerator so that `jax.vmap` over the numerator
     # alone makes a batch of denominators before the barrier, and does not broadcast one behind it.
     denominator = jnp.where(numerator == numerator, denominator, denominator)
-    return numerator / lax.optimization_barrier(denominator)
+    quotient = numerator / lax.optimization_barrier(denominator)
+    return _nearest_quotient(numerator, denominator, quotient) if jax.default_backend() == "gpu" else quotient
+
+
+def _nearest_quotient(numerator, denominator, guess):
+    """The correctly rounded quotient, where the guess is within a few units in its last place.
+
+    The remainder is worked out modulo 2^32 on the 24-bit significands. It is small, so that what is left of it is all of it.
+    """
+    numerator, denominator = jnp.broadcast_arrays(numerator, denominator)
+    (n_bits, d_bits, q_bits) = (lax.bitcast_convert_type(x, jnp.int32) for x in (numerator, denominator, guess))
+    exponent = lambda bits: (bits >> 23) & 0xFF  # noqa: E731
+    significand = lambda bits: (bits & 0x7FFFFF) | 0x800000  # noqa: E731
+    n, d = significand(n_bits), significand(d_bits)
+    shift = jnp.where(n >= d, 23, 24)
+    # The guess's significand, in units of the quotient's last place even where it crossed a power of two.
+    quotient_exponent = exponent(n_bits) - exponent(d_bits) + 127 - (shift - 23)
+    q = jnp.where(exponent(q_bits) > quotient_exponent, significand(q_bits) << 1, significand(q_bits))
+    q = jnp.where(exponent(q_bits) < quotient_exponent, significand(q_bits) >> 1, q)
+    remainder = (n << shift) - q * d
+    for _ in range(4):
+        low, high = remainder < 0, remainder >= d
+        q = q + jnp.where(low, -1, jnp.where(high, 1, 0))
+        remainder = remainder + jnp.where(low, d, jnp.where(high, -d, 0))
+    q = q + ((2 * remainder > d) | ((2 * remainder == d) & (q & 1 == 1))).astype(jnp.int32)
+    # Adding to the exponent's bits also carries a significand that was rounded up to 2^24.
+    bits = ((quotient_exponent - 1) << 23) + q
+    exact = lax.bitcast_convert_type(bits | ((n_bits ^ d_bits) & jnp.int32(-(2**31))), jnp.float32)
+    normal = lambda bits: (exponent(bits) > 0) & (exponent(bits) < 0xFF)  # noqa: E731
+    inside = normal(n_bits) & normal(d_bits) & (quotient_exponent > 0) & (quotient_exponent < 0xFF)
+    return jnp.where(inside, exact, guess)
 
 
 def ordered_sum(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:

@@ -46,7 +46,7 @@ def attention(
     num_heads, num_kv_heads = q.shape[2], k.shape[2]
     if num_heads % num_kv_heads:
         raise ValueError(f"attention: {num_heads} query heads are not a multiple of {num_kv_heads} key/value heads")
-    dispatch.resolve("attention", implementation)
+    dispatch.resolve("attention", implementation, ("reference",))
     return _attention(q, k, v, positions)
 
 

@@ -35,21 +35,38 @@ def grouped_matmul(
     """
     operands.check_contraction("grouped_matmul", x, w)
     reference.check_groups(w, group_sizes)
-    dispatch.resolve("grouped_matmul", implementation)
+    if dispatch.resolve("grouped_matmul", implementation) == "triton":
+        from pallas_kernels.grouped_matmul import triton
+
+        return triton.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype)
     return reference.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype)
 
 
 def grouped_matmul_dgrad(
-    g: Float[Array, "M N"], w: operands.Operand, group_sizes: Int[Array, "E"], *, implementation: str | None = None
+    g: Float[Array, "M N"],
+    w: operands.Operand,
+    group_sizes: Int[Array, "E"],
+    *,
+    out_dtype=jnp.float32,
+    implementation: str | None = None,
 ) -> Float[Array, "M K"]:
-    """Gradient with respect to `x`: ``g[i] @ dequantized(w[e])`` in float32; zeros for rows behind the last group."""
-    dispatch.resolve("grouped_matmul_dgrad", implementation)
-    return reference.grouped_matmul_dgrad(g, w, group_sizes)
+    """Gradient with respect to `x`: ``g[i] @ dequantized(w[e])``; zeros for rows behind the last group.
+
+    Args: see `pallas_kernels.matmul.matmul_dgrad` and `grouped_matmul`.
+    """
+    if dispatch.resolve("grouped_matmul_dgrad", implementation) == "triton":
+        from pallas_kernels.grouped_matmul import triton
+
+        return triton.grouped_matmul_dgrad(g, w, group_sizes, out_dtype=out_dtype)
+    return reference.grouped_matmul_dgrad(g, w, group_sizes, out_dtype=out_dtype)
 
 
 def grouped_matmul_wgrad(
     x: operands.Operand, g: Float[Array, "M N"], group_sizes: Int[Array, "E"], *, implementation: str | None = None
 ) -> Float[Array, "E N K"]:
     """Gradient with respect to `w`: per group ``g.T @ dequantized(x)`` in float32; exact zeros for an empty group."""
-    dispatch.resolve("grouped_matmul_wgrad", implementation)
+    if dispatch.resolve("grouped_matmul_wgrad", implementation) == "triton":
+        from pallas_kernels.grouped_matmul import triton
+
+        return triton.grouped_matmul_wgrad(x, g, group_sizes)
     return reference.grouped_matmul_wgrad(x, g, group_sizes)

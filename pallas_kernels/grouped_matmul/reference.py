@@ -85,9 +85,9 @@ def grouped_matmul(x, w, group_sizes, *, out_dtype):
     return _multiply_tiles(x_MK, x_outer, operands.values(w), operands.outer_scale(w), group_sizes, out_dtype)
 
 
-def grouped_matmul_dgrad(g_MN, w, group_sizes):
+def grouped_matmul_dgrad(g_MN, w, group_sizes, *, out_dtype=jnp.float32):
     w_EKN = jnp.swapaxes(operands.values(w), 1, 2)
-    return _multiply_tiles(g_MN.astype(jnp.float32), None, w_EKN, operands.outer_scale(w), group_sizes, jnp.float32)
+    return _multiply_tiles(g_MN.astype(jnp.float32), None, w_EKN, operands.outer_scale(w), group_sizes, out_dtype)
 
 
 def grouped_matmul_wgrad(x, g_MN, group_sizes):

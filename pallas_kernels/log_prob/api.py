@@ -106,7 +106,7 @@ def token_log_prob(
       Log-probs [M] and entropies [M], float32 nats, both differentiable (the kept set is held fixed).
     """
     operands.check_contraction("token_log_prob", hidden, head)
-    dispatch.resolve("token_log_prob", implementation)
+    dispatch.resolve("token_log_prob", implementation, ("reference",))
     return _token_log_prob(truncation, hidden, head, head_master, tokens)
 
 

@@ -29,19 +29,38 @@ def matmul(
       NotImplementedError: unknown implementation.
     """
     operands.check_contraction("matmul", x, w)
-    dispatch.resolve("matmul", implementation)
+    if dispatch.resolve("matmul", implementation) == "triton":
+        from pallas_kernels.matmul import triton
+
+        return triton.matmul(x, w, out_dtype=out_dtype)
     return reference.matmul(x, w, out_dtype=out_dtype)
 
 
-def matmul_dgrad(g: Float[Array, "M N"], w: operands.Operand, *, implementation: str | None = None) -> Float[Array, "M K"]:
-    """Gradient with respect to `x`: ``g @ dequantized(w)`` in float32, for the output gradient `g` [M, N] and weights `w` [N,
-    K].
+def matmul_dgrad(
+    g: Float[Array, "M N"], w: operands.Operand, *, out_dtype=jnp.float32, implementation: str | None = None
+) -> Float[Array, "M K"]:
+    """Gradient with respect to `x`: ``g @ dequantized(w)``, summed in float32.
+
+    Args:
+      g: [M, N] gradient of the output. The GPU kernels multiply it as bfloat16 with NVFP4 or bfloat16 weights.
+      w: [N, K] weights that the forward used.
+      out_dtype: float32 or bfloat16 (rounded once).
+      implementation: see `pallas_kernels.dispatch.resolve`.
     """
-    dispatch.resolve("matmul_dgrad", implementation)
-    return reference.matmul_dgrad(g, w)
+    if dispatch.resolve("matmul_dgrad", implementation) == "triton":
+        from pallas_kernels.matmul import triton
+
+        return triton.matmul_dgrad(g, w, out_dtype=out_dtype)
+    return reference.matmul_dgrad(g, w, out_dtype=out_dtype)
 
 
 def matmul_wgrad(x: operands.Operand, g: Float[Array, "M N"], *, implementation: str | None = None) -> Float[Array, "N K"]:
-    """Gradient with respect to `w`: ``g.T @ dequantized(x)`` in float32, for the operand `x` [M, K] that the forward used."""
-    dispatch.resolve("matmul_wgrad", implementation)
+    """Gradient with respect to `w`: ``g.T @ dequantized(x)`` in float32, for the operand `x` [M, K] that the forward used.
+
+    The GPU kernels multiply `g`, times the outer scales of `x`, as bfloat16.
+    """
+    if dispatch.resolve("matmul_wgrad", implementation) == "triton":
+        from pallas_kernels.matmul import triton
+
+        return triton.matmul_wgrad(x, g)
     return reference.matmul_wgrad(x, g)

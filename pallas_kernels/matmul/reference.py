@@ -37,10 +37,10 @@ def matmul(x, w, *, out_dtype):
     return map_row_tiles(body, (x_MK, x_outer))
 
 
-def matmul_dgrad(g_MN, w):
+def matmul_dgrad(g_MN, w, *, out_dtype=jnp.float32):
     # One program on one batch: it repeats bit for bit, and no contract compares it across batches.
     dx_MK = dot_nk(g_MN.astype(jnp.float32), operands.values(w).T)
-    return scale_sum(dx_MK, None, operands.outer_scale(w))
+    return round_to(scale_sum(dx_MK, None, operands.outer_scale(w)), out_dtype)
 
 
 def matmul_wgrad(x, g_MN):

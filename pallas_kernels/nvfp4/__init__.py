@@ -7,8 +7,9 @@
 Source of the format: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), section 2.
 """
 
-from pallas_kernels.nvfp4.api import dequantize, quantize
+from pallas_kernels.nvfp4.api import dequantize, expand, quantize, quantize_expanded
 from pallas_kernels.nvfp4.array import Nvfp4Array, block_scale_values, block_values, pack_codes, unpack_codes
+from pallas_kernels.nvfp4.expanded import ExpandedArray
 from pallas_kernels.nvfp4.formats import E2M1_VALUES
 from pallas_kernels.nvfp4.fp8_exact import FP8_EXACT_SCALES, FP8_EXACT_SCALES_UP_TO_4, is_fp8_exact
 from pallas_kernels.nvfp4.hadamard import HADAMARD_SIGNS, inverse_random_hadamard, random_hadamard
@@ -16,6 +17,7 @@ from pallas_kernels.nvfp4.rules import ScaleRule
 
 __all__ = [
     "E2M1_VALUES",
+    "ExpandedArray",
     "FP8_EXACT_SCALES",
     "FP8_EXACT_SCALES_UP_TO_4",
     "HADAMARD_SIGNS",
@@ -24,10 +26,12 @@ __all__ = [
     "block_scale_values",
     "block_values",
     "dequantize",
+    "expand",
     "inverse_random_hadamard",
     "is_fp8_exact",
     "pack_codes",
     "quantize",
+    "quantize_expanded",
     "random_hadamard",
     "unpack_codes",
 ]

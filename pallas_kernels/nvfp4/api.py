@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import numerics
+from pallas_kernels import dispatch, numerics
 from pallas_kernels.nvfp4 import formats
 from pallas_kernels.nvfp4.array import Nvfp4Array, block_scale_values, unpack_codes
 from pallas_kernels.nvfp4.blocks import outer_scale_shape
+from pallas_kernels.nvfp4.expanded import ExpandedArray, check_expandable, expand_reference
 from pallas_kernels.nvfp4.fp8_exact import quantize_fp8_exact
 from pallas_kernels.nvfp4.rules import ScaleRule
 from pallas_kernels.nvfp4.te import quantize_te
@@ -20,6 +21,7 @@ def quantize(
     *,
     key: jax.Array | None = None,
     amax: Float[Array, "..."] | None = None,
+    implementation: str | None = None,
 ) -> Nvfp4Array:
     """Quantises to NVFP4 along the last axis.
 
@@ -37,10 +39,81 @@ def quantize(
         nearest rounding, and an element above 6 x its scale saturates, as in TransformerEngine.
       amax: float32 [..., M] or [...] (as the rule's outer scale): use these largest magnitudes in place of
         x's own, for a matrix of which x is one shard. Larger elements saturate.
+      implementation: see `pallas_kernels.dispatch.resolve`. The kernels round to nearest in blocks of 1x16; stochastic rounding
+        and 16x16 blocks have the reference only.
 
     Raises:
       ValueError: a shape or dtype that the format cannot hold, or `key` with `four_over_six`.
     """
+    _check(x, rule, key, amax)
+    x = lax.stop_gradient(x)
+    if _resolve("quantize", rule, key, implementation) == "triton":
+        from pallas_kernels.nvfp4 import triton
+
+        return triton.quantize(x, rule, amax)
+    x = x.astype(jnp.float32)
+    if rule.family == "fp8_exact":
+        return quantize_fp8_exact(x, rule, key, amax)
+    return quantize_te(x, rule, key, amax)
+
+
+def _resolve(op: str, rule: ScaleRule, key, implementation: str | None) -> str:
+    """The kernels do not do everything: say which case runs as what."""
+    if key is not None:
+        return dispatch.resolve(f"{op}, stochastic rounding", implementation, ("reference",))
+    if rule.block != (1, 16):
+        return dispatch.resolve(f"{op}, 16x16 blocks", implementation, ("reference",))
+    return dispatch.resolve(op, implementation)
+
+
+def quantize_expanded(
+    x: Float[Array, "..."],
+    rule: ScaleRule,
+    *,
+    amax: Float[Array, "..."] | None = None,
+    implementation: str | None = None,
+) -> ExpandedArray:
+    """`expand(quantize(x, rule))` in one pass: the numbers as a GPU without FP4 units multiplies them.
+
+    Args:
+      x, rule, amax, implementation: see `quantize`.
+
+    Returns:
+      Values in float8_e4m3fn for an `fp8_exact` rule, else in bfloat16, and the outer scales.
+
+    Raises:
+      ValueError: as `quantize`.
+    """
+    _check(x, rule, None, amax)
+    dtype = jnp.float8_e4m3fn if rule.family == "fp8_exact" else jnp.bfloat16
+    if _resolve("quantize_expanded", rule, None, implementation) == "triton":
+        from pallas_kernels.nvfp4 import triton
+
+        return triton.quantize_expanded(lax.stop_gradient(x), rule, dtype, amax)
+    return expand_reference(quantize(x, rule, amax=amax, implementation="reference"), dtype)
+
+
+def expand(q: Nvfp4Array, dtype=jnp.float8_e4m3fn, *, implementation: str | None = None) -> ExpandedArray:
+    """Multiplies codes and block scales out, exactly.
+
+    Args:
+      q: NVFP4 array of shape [..., M, K].
+      dtype: float8_e4m3fn (one byte a number; `fp8_exact` tensors only) or bfloat16.
+      implementation: see `pallas_kernels.dispatch.resolve`.
+
+    Raises:
+      ValueError: a type that would round the values.
+    """
+    check_expandable(q.fp8_exact, dtype)
+    if dispatch.resolve("expand", implementation) == "triton":
+        from pallas_kernels.nvfp4 import triton
+
+        return triton.expand(q, dtype)
+    return expand_reference(q, dtype)
+
+
+def _check(x, rule: ScaleRule, key, amax) -> None:
+    """Raises ValueError for what `quantize` does not take."""
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"quantize takes float32 or bfloat16, got {x.dtype}; cast it first")
     if x.ndim < 2 or x.shape[-1] == 0 or x.shape[-1] % formats.BLOCK:
@@ -52,10 +125,6 @@ def quantize(
         raise ValueError(f"amax has shape {jnp.shape(amax)}, outer={rule.outer!r} needs {outer_shape}")
     if key is not None and rule.four_over_six is not None:
         raise ValueError("four_over_six compares errors of nearest rounding; leave it or the key out")
-    x = lax.stop_gradient(x).astype(jnp.float32)
-    if rule.family == "fp8_exact":
-        return quantize_fp8_exact(x, rule, key, amax)
-    return quantize_te(x, rule, key, amax)
 
 
 def dequantize(q: Nvfp4Array, dtype=jnp.float32) -> Float[Array, "..."]:

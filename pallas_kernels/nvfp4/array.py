@@ -22,12 +22,15 @@ class Nvfp4Array:
         the high one.
       block_scale: float8_e4m3fn [..., M, K / 16]. A 16x16 tile stores its scale once for each of its 16 rows.
       outer_scale: float32 [..., M] (one per row) or [...] (one per matrix).
+      fp8_exact: whether the rule that made it promises that code x block_scale is an E4M3 number (see `fp8_exact.py`), so that
+        a GPU may multiply it on its fp8 units. Static. False for tensors of unknown origin, which are multiplied as bfloat16.
     """
 
     # `Any`, since a tree of this type also carries shapes, shardings and other things that stand for arrays.
     codes: Any
     block_scale: Any
     outer_scale: Any
+    fp8_exact: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -134,6 +134,7 @@ def quantize_fp8_exact(
         codes=array.pack_codes(blocks.from_blocks(codes, x.shape)),
         block_scale=formats.bytes_to_e4m3(blocks.from_blocks(byte, x.shape)),
         outer_scale=outer_scale.reshape(blocks.outer_scale_shape(x.shape, rule)),
+        fp8_exact=True,
     )
 
 

@@ -36,7 +36,7 @@ _CALLS = {
 
 @pytest.mark.parametrize("op", _CALLS)
 def test_an_unknown_implementation_is_refused_by_name(op):
-    with pytest.raises(NotImplementedError, match=f"{op}: no implementation 'mosaic' on cpu; there is reference"):
+    with pytest.raises(NotImplementedError, match=f"{op}.*: no implementation 'mosaic'; there is reference"):
         _CALLS[op]("mosaic")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.numerics import (
+    _nearest_quotient,
     divide,
     exact_exp2,
     exp,
@@ -149,3 +150,23 @@ def test_exponential_has_the_same_bits_in_another_program():
 
     for a, b in zip(alone, together(x)[0], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_quotient_is_corrected_from_any_close_guess():
+    """What `divide` does on a GPU, whose division is good to two units in the last place."""
+    rng = np.random.default_rng(3)
+    numerator, denominator = (
+        (rng.standard_normal(200_000) * np.exp2(rng.integers(-50, 50, 200_000))).astype(np.float32) for _ in range(2)
+    )
+    denominator[:1000], numerator[1000:2000], denominator[2000:3000] = 6, 1, numerator[2000:3000]
+    numerator[3000:3008] = [0, -0.0, np.inf, np.nan, 1, -1, 3e38, 1e-30]
+    denominator[3000:3008] = [1, 1, 2, 2, np.inf, 0, 1e-30, 3e38]
+    with np.errstate(all="ignore"):
+        expected = numerator / denominator
+    correct = jax.jit(_nearest_quotient)
+    for ulps in (-2, -1, 0, 1, 2):
+        guess = (expected.view(np.int32) + np.where(np.isfinite(expected) & (expected != 0), ulps, 0)).astype(np.int32)
+        found = np.asarray(correct(numerator, denominator, guess.view(np.float32)))
+        normal = (np.abs(expected) > 2.0**-125) & np.isfinite(expected)
+        np.testing.assert_array_equal(found.view(np.int32)[normal], expected.view(np.int32)[normal])
+        assert np.array_equal(found[~normal], guess.view(np.float32)[~normal], equal_nan=True)

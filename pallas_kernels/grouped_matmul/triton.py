@@ -1,0 +1,293 @@
+"""Matmuls on an NVIDIA GPU for many rows: dense and grouped, forward and gradients. One kernel multiplies, one sums over rows.
+
+`multiply` computes out[i] = a[i] @ b[group of i], the sum over the contracted axis taken in steps of BLOCK_K in falling order of
+nothing but k, so that a row's bits depend on no tile, no neighbour and no number of rows. Operands are E4M3 (fp8 tensor cores),
+bfloat16, or float32 (multiplied as float32, without TF32). Dense is the grouped kernel with one group.
+
+Hopper's fp8 tensor cores add with about 14 bits. PROMOTION says after how many products the partial sum moves to a float32
+accumulator; it is one number for every path (see `PROMOTION`).
+
+`multiply_transposed` computes the weight gradient of each group, out[e] = g[rows of e].T @ x[rows of e]: one program sums over
+all rows of its group in order. No split, no atomics; an empty group gives zeros.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import gpu, operands, tuning
+from pallas_kernels.nvfp4 import Nvfp4Array
+from pallas_kernels.nvfp4 import triton as nvfp4_triton
+from pallas_kernels.nvfp4.expanded import ExpandedArray
+
+# Products that Hopper's fp8 accumulator sums before they go to the float32 one. Part of the definition of the fp8 paths' bits.
+PROMOTION = 128
+BLOCK_K_BYTES = 128  # contracted bytes per step: 128 E4M3 numbers, 64 bfloat16
+
+
+@triton.jit
+def group_tiles_kernel(
+    sizes_ptr, group_ptr, first_ptr, end_ptr, E: tl.constexpr, E2: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr
+):
+    """For each tile of ROWS rows: its group, its first row, and where its group ends. Tiles beyond the last have end 0."""
+    e = tl.arange(0, E2)
+    sizes = tl.load(sizes_ptr + e, mask=e < E, other=0)
+    row_ends = tl.cumsum(sizes, 0)
+    tiles = (sizes + ROWS - 1) // ROWS
+    tile_ends = tl.cumsum(tiles, 0)
+    tile = tl.program_id(0) * 64 + tl.arange(0, 64)
+    group = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    mine = e[None, :] == group[:, None]
+    end = tl.sum(tl.where(mine, row_ends[None, :], 0), axis=1)
+    first = tl.sum(tl.where(mine, (row_ends - sizes - (tile_ends - tiles) * ROWS)[None, :], 0), axis=1) + tile * ROWS
+    inside = tile < TILES
+    tl.store(group_ptr + tile, tl.minimum(group, E - 1), mask=inside)
+    tl.store(first_ptr + tile, first, mask=inside)
+    tl.store(end_ptr + tile, end, mask=inside)
+
+
+@triton.jit
+def multiply_kernel(
+    a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, B_STRIDE_N: tl.constexpr, B_STRIDE_K: tl.constexpr,
+    GROUPED: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, PROMOTION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """out [m, N] = a [m, K] @ b [group, N, K].T; A_OUTER and B_OUTER say whether outer scales apply."""
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    if GROUPED:
+        # Neighbouring programs share a tile of rows and, mostly, a group's weights.
+        tile = pid // NUM_N
+        n_tile = pid % NUM_N
+        group = tl.load(group_ptr + tile).to(tl.int64)
+        first = tl.load(first_ptr + tile)
+        end = tl.load(end_ptr + tile)
+    else:
+        # Blocks of GROUP_M row tiles go through all columns together, which keeps both operands in the L2 cache.
+        num_m = tl.cdiv(m, BLOCK_M)
+        width = GROUP_M * NUM_N
+        first_tile = (pid // width) * GROUP_M
+        height = tl.minimum(num_m - first_tile, GROUP_M)
+        tile = first_tile + (pid % width) % height
+        n_tile = (pid % width) // height
+        group = tl.zeros((), tl.int64)
+        first = tile * BLOCK_M
+        end = m
+    if first >= end:
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows and columns outside read a neighbour's numbers and are not stored: loads without a mask stay wide.
+    safe_rows = tl.minimum(rows, m - 1).to(tl.int64)
+    safe_columns = columns if N % BLOCK_N == 0 else tl.minimum(columns, N - 1)
+    k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + safe_rows[:, None] * K + k[None, :]
+    b_ptrs = b_ptr + group * N * K + safe_columns[None, :] * B_STRIDE_N + k[:, None] * B_STRIDE_K
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=k[None, :] < K - k0, other=0.0)
+            b = tl.load(b_ptrs, mask=k[:, None] < K - k0, other=0.0)
+        if PROMOTION == 0:
+            total = tl.dot(a, b, total, input_precision="ieee")
+        else:
+            total = tl.dot(a, b, total, input_precision="ieee", max_num_imprecise_acc=PROMOTION)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * B_STRIDE_K
+    if A_OUTER:
+        total = total * tl.load(a_outer_ptr + safe_rows)[:, None]
+    if B_OUTER:
+        total = total * tl.load(b_outer_ptr + group)
+    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def multiply_transposed_kernel(
+    g_ptr, x_ptr, ends_ptr, out_ptr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """out [E, N, K] = g [rows of e, N].T @ x [rows of e, K], float32."""
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    NUM_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    pid = tl.program_id(0)
+    group = pid // (NUM_N * NUM_K)
+    n_tile = (pid // NUM_K) % NUM_N
+    k_tile = pid % NUM_K
+    end = tl.load(ends_ptr + group)
+    first = 0
+    if group > 0:
+        first = tl.load(ends_ptr + group - 1)
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = k_tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    safe_n = n if N % BLOCK_N == 0 else tl.minimum(n, N - 1)
+    safe_k = k if K % BLOCK_K == 0 else tl.minimum(k, K - 1)
+    row = first + tl.arange(0, BLOCK_M)
+    g_ptrs = g_ptr + row[None, :].to(tl.int64) * N + safe_n[:, None]
+    x_ptrs = x_ptr + row[:, None].to(tl.int64) * K + safe_k[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for row0 in range(first, end, BLOCK_M):
+        # Both are masked: a number that is not there may be NaN.
+        inside = row0 + tl.arange(0, BLOCK_M) < end
+        g = tl.load(g_ptrs, mask=inside[None, :], other=0.0)
+        x = tl.load(x_ptrs, mask=inside[:, None], other=0.0)
+        total = tl.dot(g, x, total, input_precision="ieee")
+        g_ptrs += BLOCK_M * N
+        x_ptrs += BLOCK_M * K
+    out_ptrs = out_ptr + group.to(tl.int64) * N * K + n[:, None].to(tl.int64) * K + k[None, :]
+    tl.store(out_ptrs, total, mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------------
+
+_FORWARD = {
+    # Few rows a group, or many: the tile's rows. Stages are what fits 228 KiB of shared memory.
+    1: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=4),
+    2: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=4),
+    4: dict(BLOCK_M=64, BLOCK_N=64, GROUP_M=8, num_warps=4, num_stages=3),
+}
+_TRANSPOSED = {
+    2: dict(BLOCK_N=128, BLOCK_K=256, BLOCK_M=64, num_warps=8, num_stages=3),
+    4: dict(BLOCK_N=64, BLOCK_K=64, BLOCK_M=32, num_warps=4, num_stages=3),
+}
+
+
+def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int, grouped: bool, transposed: bool = False,
+                    a_outer: bool, b_outer: bool) -> gpu.Launch:  # fmt: skip
+    """Inputs: a [m, k], b [num_groups, n, k] (`transposed`: [num_groups, k, n]), outer scales of a and b, the three arrays of
+    `group_tiles_launch` (any arrays where not `grouped`), m. Output: [m, n]."""
+    itemsize = jnp.dtype(dtype).itemsize
+    op = f"multiply{'_transposed' if transposed else ''}_{jnp.dtype(dtype).name}"
+    config = tuning.config(op, rows=m // num_groups, features=n, depth=k, default=_FORWARD[itemsize])
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    constants = dict(
+        N=n,
+        K=k,
+        B_STRIDE_N=1 if transposed else k,
+        B_STRIDE_K=n if transposed else 1,
+        GROUPED=grouped,
+        A_OUTER=a_outer,
+        B_OUTER=b_outer,
+        PROMOTION=PROMOTION if itemsize == 1 else 0,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=BLOCK_K_BYTES // itemsize,
+        GROUP_M=config["GROUP_M"],
+    )
+    tiles = num_tiles(m, num_groups, block_m) if grouped else triton.cdiv(m, block_m)
+    grid = (tiles * triton.cdiv(n, block_n),)
+    return gpu.Launch(
+        multiply_kernel, gpu.outputs(((m, n), out_dtype)), grid, constants, config["num_warps"], config["num_stages"],
+        zeroed=(0,) if grouped else (),  # rows behind the last group
+    )  # fmt: skip
+
+
+def num_tiles(m: int, num_groups: int, block_m: int) -> int:
+    """How many tiles of block_m rows any division of m rows into groups can need."""
+    return m // block_m + min(num_groups, m)
+
+
+def group_tiles_launch(m: int, num_groups: int, block_m: int) -> gpu.Launch:
+    """Input: group sizes int32 [num_groups]. Outputs, for each tile: group, first row, end of the group's rows."""
+    tiles = num_tiles(m, num_groups, block_m)
+    constants = dict(E=num_groups, E2=triton.next_power_of_2(num_groups), ROWS=block_m, TILES=tiles)
+    out_shape = gpu.outputs(*[((tiles,), jnp.int32)] * 3)
+    return gpu.Launch(group_tiles_kernel, out_shape, (triton.cdiv(tiles, 64),), constants)
+
+
+def multiply_transposed_launch(m: int, n: int, k: int, dtype, *, num_groups: int) -> gpu.Launch:
+    """Inputs: g [m, n], x [m, k], ends of the groups int32 [num_groups]. Output: float32 [num_groups, n, k]."""
+    itemsize = jnp.dtype(dtype).itemsize
+    op = f"multiply_rows_{jnp.dtype(dtype).name}"
+    config = tuning.config(op, rows=m // num_groups, features=n, depth=k, default=_TRANSPOSED[itemsize])
+    constants = dict(E=num_groups, N=n, K=k, BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], BLOCK_M=config["BLOCK_M"])
+    grid = (num_groups * triton.cdiv(n, config["BLOCK_N"]) * triton.cdiv(k, config["BLOCK_K"]),)
+    return gpu.Launch(
+        multiply_transposed_kernel, gpu.outputs(((num_groups, n, k), jnp.float32)), grid, constants, config["num_warps"],
+        config["num_stages"],
+    )  # fmt: skip
+
+
+# --- operands ------------------------------------------------------------------------------------------------------------------
+
+
+def _fp8(operand: operands.Operand) -> bool:
+    if isinstance(operand, ExpandedArray):
+        return operand.values.dtype == jnp.float8_e4m3fn
+    return isinstance(operand, Nvfp4Array) and operand.fp8_exact
+
+
+def _plain(operand: operands.Operand, dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Values of an operand in the type that is multiplied, and its outer scale."""
+    if isinstance(operand, Nvfp4Array):
+        operand = nvfp4_triton.expand(operand, dtype)
+    if isinstance(operand, ExpandedArray):
+        values = operand.values if operand.values.dtype == dtype else operand.values.astype(dtype)  # E4M3 to bfloat16: exact
+        return values, operand.outer_scale
+    if operand.dtype != dtype:
+        raise NotImplementedError(f"operands of {operand.dtype} and {jnp.dtype(dtype)} are not multiplied; cast one first")
+    return operand, None
+
+
+def _common_dtype(x: operands.Operand, w: operands.Operand):
+    plain = [each.dtype for each in (x, w) if isinstance(each, jax.Array)]
+    if plain:
+        return plain[0]
+    return jnp.float8_e4m3fn if _fp8(x) and _fp8(w) else jnp.bfloat16
+
+
+def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, transposed=False):
+    m, k = a.shape
+    num_groups = b.shape[0]
+    n = b.shape[2] if transposed else b.shape[1]
+    if a_outer is not None and a_outer.ndim == 0:
+        a_outer = jnp.broadcast_to(a_outer, (m,))
+    grouped = group_sizes is not None
+    launch = multiply_launch(
+        m, n, k, a.dtype, out_dtype, num_groups=num_groups, grouped=grouped, transposed=transposed,
+        a_outer=a_outer is not None, b_outer=b_outer is not None,
+    )  # fmt: skip
+    unused = jnp.zeros((1,), jnp.int32)
+    tiles = (unused,) * 3
+    if grouped:
+        tiles = gpu.run(group_tiles_launch(m, num_groups, launch.constants["BLOCK_M"]), group_sizes.astype(jnp.int32))
+    outer = [jnp.zeros((1,), jnp.float32) if each is None else each.reshape(-1) for each in (a_outer, b_outer)]
+    return gpu.run(launch, a, b, *outer, *tiles, m)[0]
+
+
+# --- the operations ------------------------------------------------------------------------------------------------------------
+
+
+def grouped_matmul(x, w, group_sizes, *, out_dtype):
+    """`grouped_matmul` for operands of any kind; w [E, N, K]. `group_sizes` None: dense, E = 1."""
+    dtype = _common_dtype(x, w)
+    x_values, x_outer = _plain(x, dtype)
+    w_values, w_outer = _plain(w, dtype)
+    return _multiply(x_values, w_values, x_outer, w_outer, group_sizes, out_dtype=out_dtype)
+
+
+def grouped_matmul_dgrad(g, w, group_sizes, *, out_dtype=jnp.float32):
+    """g @ dequantized(w): bfloat16 operands, since code x block scale is exact there; float32 for float32 weights."""
+    dtype = w.dtype if isinstance(w, jax.Array) else jnp.bfloat16
+    w_values, w_outer = _plain(w, dtype)
+    return _multiply(g.astype(dtype), w_values, None, w_outer, group_sizes, out_dtype=out_dtype, transposed=True)
+
+
+def grouped_matmul_wgrad(x, g, group_sizes):
+    """g.T @ dequantized(x) for each group. The outer scales of x, powers of two by the default rule, go into g exactly; others
+    round g once more, to bfloat16."""
+    dtype = x.dtype if isinstance(x, jax.Array) else jnp.bfloat16
+    x_values, x_outer = _plain(x, dtype)
+    if x_outer is not None:
+        g = g.astype(jnp.float32) * (x_outer[:, None] if x_outer.ndim else x_outer)
+    m, n = g.shape
+    num_groups = 1 if group_sizes is None else group_sizes.shape[0]
+    ends = jnp.full((1,), m, jnp.int32) if group_sizes is None else jnp.cumsum(group_sizes).astype(jnp.int32)
+    launch = multiply_transposed_launch(m, n, x_values.shape[1], dtype, num_groups=num_groups)
+    return gpu.run(launch, g.astype(dtype), x_values, ends)[0]

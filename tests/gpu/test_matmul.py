@@ -1,0 +1,188 @@
+"""Dense and grouped matmuls, forward and backward, on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4, tuning
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
+from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
+from pallas_kernels.nvfp4 import ScaleRule
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 2, 7, 16, 17, 64, 127, 128, 129, 130, 4096)
+ACTIVATIONS, WEIGHTS = ScaleRule.fp8_exact(outer="row"), ScaleRule.fp8_exact(outer="matrix")
+OTHER_ACTIVATIONS = ScaleRule.te(outer="row", four_over_six="mae", bound=256)
+OTHER_WEIGHTS = ScaleRule.te(outer="matrix", four_over_six="mae", bound=256)
+# Hopper's fp8 units align the products of one step and the accumulator to the largest of them and keep about 13 bits below it:
+# each step of 32 products loses less than 2^-12 of the largest partial sum or product, and the partial sums go to float32 every
+# PROMOTION products. Relative to sum |x w|, the bound below holds with room for any data; it is not a bound relative to the sum.
+FP8_BOUND = 2.0**-11
+
+
+def _normal(shape, seed, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def _float64(operand):
+    if isinstance(operand, nvfp4.Nvfp4Array):
+        values = np.asarray(nvfp4.block_values(operand), np.float64)
+        outer = np.asarray(operand.outer_scale, np.float64)
+        return values * (outer[..., None] if operand.outer_per_row else outer[..., None, None])
+    return np.asarray(operand.astype(jnp.float32), np.float64)
+
+
+def _operands(kind, m, n, k, *, groups=None):
+    shape = (n, k) if groups is None else (groups, n, k)
+    x, w = _normal((m, k), 1, jnp.bfloat16), _normal(shape, 2)
+    if kind == "fp8":
+        return nvfp4.quantize(x, ACTIVATIONS), nvfp4.quantize(w, WEIGHTS)
+    if kind == "nvfp4_as_bf16":
+        return nvfp4.quantize(x, OTHER_ACTIVATIONS), nvfp4.quantize(w, OTHER_WEIGHTS)
+    dtype = {"bf16": jnp.bfloat16, "fp32": jnp.float32}[kind]
+    return x.astype(dtype), w.astype(dtype)
+
+
+def _rows(operand, index):
+    return jax.tree.map(lambda leaf: leaf[index], operand)
+
+
+def _same(a, b):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a.view(f"u{a.dtype.itemsize}"), b.view(f"u{b.dtype.itemsize}"))
+
+
+KINDS = ("fp8", "nvfp4_as_bf16", "bf16", "fp32")
+
+
+@pytest.mark.parametrize("n, k", [(24, 16), (200, 80), (136, 144), (513, 768), (1024, 2048)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_is_right(kind, n, k):
+    x, w = _operands(kind, 130, n, k)
+    ours = np.asarray(matmul(x, w, out_dtype=jnp.float32), np.float64)
+    x64, w64 = _float64(x), _float64(w)
+    exact, magnitude = x64 @ w64.T, np.abs(x64) @ np.abs(w64).T
+    # float32 sums of k exact products in some order: each of the k additions errs by at most 2^-24 of a partial sum.
+    bound = FP8_BOUND if kind == "fp8" else k * 2.0**-24
+    assert (np.abs(ours - exact) <= bound * magnitude).all(), np.max(np.abs(ours - exact) / magnitude)
+    if kind == "nvfp4_as_bf16" and k <= 144:
+        # Sums of so few products of 12 bits each fit float32: any order is exact.
+        sums = np.asarray(nvfp4.block_values(x), np.float64) @ np.asarray(nvfp4.block_values(w), np.float64).T
+        outer = np.asarray(x.outer_scale)[:, None]
+        np.testing.assert_array_equal(ours.astype(np.float32), sums.astype(np.float32) * outer * np.asarray(w.outer_scale))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_do_not_depend_on_their_number_or_neighbours(kind):
+    x, w = _operands(kind, 4096, 384, 768)
+    whole = matmul(x, w)
+    for m in ROWS:
+        start = min(1000, 4096 - m)
+        _same(matmul(_rows(x, slice(start, start + m)), w), whole[start : start + m])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_bits_do_not_depend_on_the_tile(kind):
+    x, w = _operands(kind, 257, 384, 768)
+    op = "multiply_float8_e4m3fn" if kind == "fp8" else "multiply_bfloat16"
+    first = matmul(x, w, out_dtype=jnp.float32)
+    for block_m, block_n, warps in ((64, 64, 4), (64, 256, 4), (128, 128, 8), (128, 128, 4), (128, 64, 4)):
+        with tuning.override(op, dict(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=3)):
+            _same(matmul(x, w, out_dtype=jnp.float32), first)
+
+
+def test_packed_and_expanded_operands_give_the_same_bits():
+    x, w = _operands("fp8", 130, 200, 144)
+    expected = matmul(x, w)
+    _same(matmul(nvfp4.expand(x), w), expected)
+    _same(matmul(nvfp4.expand(x), nvfp4.expand(w)), expected)
+    _same(matmul(nvfp4.quantize_expanded(_normal((130, 144), 1, jnp.bfloat16), ACTIVATIONS), w), expected)
+
+
+SIZES = {
+    "equal": [32] * 8,
+    "empty": [0, 100, 0, 0, 29, 128, 0, 0],
+    "single": [0, 0, 0, 256, 0, 0, 0, 0],
+    "hot": [1, 2, 240, 3, 4, 1, 1, 4],
+    "tail": [16, 0, 17, 1, 64, 0, 0, 5],
+    "none": [0] * 8,
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_equals_dense_row_by_row(kind, sizes):
+    x, w = _operands(kind, 257, 200, 144, groups=8)
+    ours = np.asarray(grouped_matmul(x, w, jnp.asarray(sizes, jnp.int32)))
+    start = 0
+    for group, size in enumerate(sizes):
+        if size:
+            _same(ours[start : start + size], matmul(_rows(x, slice(start, start + size)), _rows(w, group)))
+        start += size
+    assert not ours[start:].view(np.uint16).any()
+
+
+def _relative(a, b):
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_gradients(kind):
+    x, w = _operands(kind, 257, 200, 144)
+    g = _normal((257, 200), 3, jnp.float32 if kind == "fp32" else jnp.bfloat16)
+    dx = np.asarray(matmul_dgrad(g, w), np.float64)
+    dw = np.asarray(matmul_wgrad(x, g), np.float64)
+    g64 = _float64(g)
+    # float32 sums of exact products, except where the outer scales are no powers of two and g is rounded to bfloat16 again.
+    assert _relative(dx, g64 @ _float64(w)) < 1e-6
+    assert _relative(dw, g64.T @ _float64(x)) < (2.0**-8 if kind == "nvfp4_as_bf16" else 1e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_grouped_gradients(kind, sizes):
+    x, w = _operands(kind, 257, 200, 144, groups=8)
+    g = _normal((257, 200), 3, jnp.bfloat16)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    dx, dw = np.asarray(grouped_matmul_dgrad(g, w, group_sizes)), np.asarray(grouped_matmul_wgrad(x, g, group_sizes))
+    start = 0
+    for group, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        if size:
+            _same(dx[rows], matmul_dgrad(g[rows], _rows(w, group)))
+            _same(dw[group], matmul_wgrad(_rows(x, rows), g[rows]))
+            assert _relative(dw[group], _float64(g[rows]).T @ _float64(_rows(x, rows))) < 1e-6
+        else:
+            assert not dw[group].view(np.uint32).any()
+        start += size
+    assert not dx[start:].view(np.uint32).any()
+
+
+def test_what_lies_behind_the_last_group_is_not_read_into_a_gradient():
+    x, w = _operands("bf16", 257, 200, 144, groups=8)
+    g = _normal((257, 200), 3, jnp.bfloat16)
+    sizes = jnp.asarray(SIZES["tail"], jnp.int32)
+    last = sum(SIZES["tail"])
+    poisoned = grouped_matmul_wgrad(x.at[last:].set(jnp.nan), g.at[last:].set(jnp.nan), sizes)
+    _same(poisoned, grouped_matmul_wgrad(x, g, sizes))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_forty_runs(kind):
+    x, w = _operands(kind, 1025, 384, 768, groups=8)
+    g = _normal((1025, 384), 3, jnp.bfloat16)
+    sizes = jnp.asarray([100, 0, 300, 25, 200, 200, 100, 100], jnp.int32)
+    run = jax.jit(
+        lambda x, w, g: (grouped_matmul(x, w, sizes), grouped_matmul_dgrad(g, w, sizes), grouped_matmul_wgrad(x, g, sizes))
+    )
+    first = run(x, w, g)
+    for _ in range(40):
+        jax.tree.map(_same, run(x, w, g), first)
+
+
+def test_types_that_are_not_multiplied_are_named():
+    with pytest.raises(NotImplementedError, match="float32 and bfloat16"):
+        matmul(_normal((4, 16), 0, jnp.bfloat16), _normal((8, 16), 0))
