@@ -19,6 +19,7 @@ from minite_jax.model.policy import Policy, Weight
 from minite_jax.precision.linear import linear, stored_value
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, MLP
 from pallas_kernels.attention import attention
+from pallas_kernels.embedding import embed
 from pallas_kernels.log_prob import Truncation, token_log_prob
 from pallas_kernels.matmul import matmul
 from pallas_kernels.numerics import round_to
@@ -120,7 +121,7 @@ def hidden_states(
     position_M = jnp.minimum(positions_BT, num_positions - 1).reshape(-1)
     angles = (jnp.asarray(cos_SK)[position_M], jnp.asarray(sin_SK)[position_M])
 
-    x_MD = _value(weights["embed"])[tokens.reshape(-1)]
+    x_MD = embed(tokens.reshape(-1), weights["embed"].stored, master=weights["embed"].master)
     cached = None if cache is None else tuple(zip(cache.keys, cache.values, strict=True))
     shape = policy.replace(weights=None, masters=None)
     kv = []

@@ -145,7 +145,7 @@ _expert_linear.defvjp(_expert_linear_forward, _expert_linear_backward)
 
 @jax.custom_vjp
 def stored_value(stored: Float[Array, "..."], master: Float[Array, "..."] | None) -> Float[Array, "..."]:
-    """Returns `stored`; the gradient, in float32, goes to `master`. For weights that are not quantised (embedding, norms)."""
+    """Returns `stored`; the gradient, in float32, goes to `master`. For weights that are not quantised (norms, router)."""
     del master
     return stored
 
