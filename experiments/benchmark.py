@@ -3,10 +3,10 @@
     python -m experiments.benchmark kernels                            # on a GPU, about six minutes
     python -m experiments.benchmark kernels --only=decode,quantize
     python -m experiments.benchmark kernels --quick --out=runs/kernels_quick.json     # tiny shapes, to try the script on a CPU
-    python -m experiments.benchmark tune --only=decode                 # measures tiles, writes pallas_kernels/tuning.json
+    python -m experiments.benchmark tune --only=decode --minutes=8     # measures tiles, writes pallas_kernels/tuning.json
 
 `--out` is the file to write: docs/benchmarks/kernels_DEVICE.json if not given (with --quick runs/kernels_quick.json), for `tune`
-the table that the kernels read.
+the table that the kernels read. `tune` takes half a minute to a minute for each kernel and shape, and goes on where it stopped.
 
 `kernels` writes a result file from which `experiments.tables` makes the page, and prints it as tables. Each case has its time and
 speed, the share of what this GPU was measured to do in the same run, and the times of others beside it: cuBLAS in bf16 and fp8,
@@ -42,6 +42,7 @@ _ONLY = flags.DEFINE_list("only", list(suites.SUITES), "Suites to run, separated
 _OUT = cli.out_flag()
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Measurements of each time; the median counts.", lower_bound=1)
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes and few repeats: to try the script where there is no GPU.")
+_MINUTES = flags.DEFINE_float("minutes", None, "tune: start no other kernel after so many minutes; run again to go on.")
 _REVISION = flags.DEFINE_string("revision", None, "Git revision of the source, where it was copied without its history.")
 
 COMMANDS = ("kernels", "tune")
@@ -147,10 +148,16 @@ def show(rows: list[dict]) -> None:
 
 def tune_table() -> None:
     """Measures tile configurations for the suites and writes the table that kernels read."""
-    only, quick = chosen_suites(_ONLY.value), _QUICK.value
+    only, start = chosen_suites(_ONLY.value), time.perf_counter()
+    if jax.default_backend() != "gpu":
+        raise UserError("there is no GPU here: tiles are measured on one")
     path = Path(_OUT.value) if _OUT.value else tuning.TABLE
+
+    def more() -> bool:
+        return _MINUTES.value is None or time.perf_counter() - start < 60 * _MINUTES.value
+
     timer = functools.partial(time_jax, repeats=min(_REPEATS.value, 10))
-    tune.tune(suites.cases(QUICK if quick else FULL, only), timer, path, report=functools.partial(print, flush=True))
+    tune.tune(suites.cases(FULL, only), timer, path, functools.partial(print, flush=True), more)
 
 
 def main(argv: list[str]) -> None:

@@ -40,32 +40,40 @@ _ROUNDS = 2
 Bits = list[np.ndarray]
 
 
-def tune(cases: Iterable[Case], time: Callable[..., Timing], path: Path, report: Callable[[str], None]) -> dict[str, Any]:
+def tune(
+    cases: Iterable[Case],
+    time: Callable[..., Timing],
+    path: Path,
+    report: Callable[[str], None],
+    more: Callable[[], bool] = lambda: True,
+) -> dict[str, Any]:
     """Tunes the kernels of each case and writes the table after each.
 
     Args:
-      cases: from `suites.cases`; those whose kernels were tuned at the same shape before are passed over.
+      cases: from `suites.cases`; kernels at shapes that the table has for this device are passed over, so that an interrupted
+        run goes on where it stopped. To measure a shape again, delete its entry.
       time: `timing.time_jax` with its settings.
       path: the table; entries of other devices and shapes stay.
       report: told one line for each measurement.
+      more: asked before each kernel whether there is time for it.
 
     Returns:
       The table.
     """
     table = json.loads(path.read_text()) if path.exists() else {}
     kind = jax.devices()[0].device_kind
-    seen: set[tuple] = set()
     for case in cases:
-        sets = None  # frees the last case's
-        sets = _inputs(case)
-        for op, shape, default in asked_for(case, sets[0]):
-            if (op, shape) in seen:
+        sets = None
+        for op, shape, default in asked_for(case, jax.eval_shape(case.make, jax.random.key(0))):
+            entries = table.setdefault(op, {}).setdefault(kind, {})
+            if tuning.shape_key(*shape) in entries:
                 continue
-            seen.add((op, shape))
+            if not more():
+                report("no time left: the same command goes on from here")
+                return table
+            sets = sets or _inputs(case)
             report(f"{case.name}: {op} at {tuning.shape_key(*shape)}, default {default}")
             best = descend(op, default, lambda op, parameters, s=sets, c=case: _trial(op, parameters, c, s, time), report)
-            entries = table.setdefault(op, {}).setdefault(kind, {})
-            entries.pop(tuning.shape_key(*shape), None)
             # The default too is an entry: without it a neighbour's configuration would hold here.
             entries[tuning.shape_key(*shape)] = best
             write(table, path)

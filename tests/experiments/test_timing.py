@@ -1,5 +1,8 @@
 """The timer's arithmetic, and that it notices calls that a compiler left out."""
 
+import contextlib
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -45,6 +48,45 @@ def test_the_chain_uses_the_sets_in_turn():
     sets = [(jnp.full(3, float(i)),) for i in range(3)]
     results = timing.chain(lambda x: (x + 1, {"codes": (2 * x).astype(jnp.uint8)}), 5)(sets)
     assert results.tolist() == [1, 0, 2, 2, 3, 4, 1, 0, 2, 2]
+
+
+class FakeTorch:
+    """As much of PyTorch as the timer asks for. Its device needs 2 ms a call; a capture may fail."""
+
+    def __init__(self, capture_fails=False):
+        self.now, self.calls, self.cuda, self.capturing = 0.0, 0, self, False
+        self.capture_fails = capture_fails
+        self.no_grad = self.stream = lambda *_: contextlib.nullcontext()
+        self.Stream = self.synchronize = lambda: None
+
+    def function(self, number):
+        self.calls += 1
+        self.now += 0.0 if self.capturing else 2.0
+
+    def Event(self, *, enable_timing):  # noqa: N802
+        event = types.SimpleNamespace(at=None)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+    def CUDAGraph(self):  # noqa: N802
+        return types.SimpleNamespace(replay=lambda: setattr(self, "now", self.now + 5 * 2.0))
+
+    @contextlib.contextmanager
+    def graph(self, graph, *, capture_error_mode):
+        self.capturing = True
+        yield
+        self.capturing = False
+        if self.capture_fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("capture_fails", [False, True])
+def test_pytorch_calls_are_replayed_or_made_again(capture_fails):
+    torch = FakeTorch(capture_fails)
+    found = timing.time_torch(torch, torch.function, [(0,), (1,)], repeats=3, calls=5)
+    assert found.seconds == pytest.approx(2e-3) and (found.repeats, found.calls, found.spread) == (3, 5, 0.0)
+    assert torch.calls == 3 + 5 + (3 * 2 * 5 if capture_fails else 0)
 
 
 def kernels(count, target="triton_kernel_call"):

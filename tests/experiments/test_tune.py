@@ -60,6 +60,13 @@ def test_the_table(case, tmp_path):
     assert table == {"scale": expected}
     assert sum(line.startswith("scale: scale at 8x16x1") for line in lines) == 1  # the second case asks for the same
     assert tuning.lookup("scale", kind, rows=8, features=16, depth=1, table=table) == {"num_warps": 8}
+    assert tune.tune([case], None, path, lines.append) == table  # nothing is left to measure
+
+
+def test_no_time_left(case, tmp_path):
+    lines = []
+    tune.tune([case], None, tmp_path / "tuning.json", lines.append, more=lambda: False)
+    assert lines == ["no time left: the same command goes on from here"] and not (tmp_path / "tuning.json").exists()
 
 
 def test_asked_for(case):
