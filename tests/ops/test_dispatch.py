@@ -6,6 +6,7 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.attention import attention
 from pallas_kernels.combine import combine
+from pallas_kernels.embedding import embed
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
 from pallas_kernels.log_prob import Truncation, token_log_prob
 from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
@@ -13,6 +14,7 @@ from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rotary import rotary
 from pallas_kernels.router import router
 from pallas_kernels.silu_mul import silu_mul
+from pallas_kernels.undispatch import undispatch
 
 _A = jnp.ones((2, 16))
 _SIZES = jnp.asarray([2], jnp.int32)
@@ -28,6 +30,8 @@ _CALLS = {
     "rotary": lambda name: rotary(_HEADS[0], jnp.ones((2, 2)), jnp.ones((2, 2)), implementation=name),
     "silu_mul": lambda name: silu_mul(_A, implementation=name),
     "combine": lambda name: combine(_A[None], jnp.ones((1, 2)), implementation=name),
+    "undispatch": lambda name: undispatch(_A, jnp.zeros((1, 2), jnp.int32), implementation=name),
+    "embed": lambda name: embed(jnp.zeros(2, jnp.int32), _A, implementation=name),
     "router": lambda name: router(_A, _A, top_k=1, normalize=True, implementation=name),
     "attention": lambda name: attention(_HEADS, _HEADS, _HEADS, jnp.zeros((1, 2), jnp.int32), implementation=name),
     "token_log_prob": lambda name: token_log_prob(_A, _A, jnp.zeros(2, jnp.int32), Truncation(), implementation=name),
