@@ -97,19 +97,19 @@ def spread_of(values: Sequence[float]) -> float:
     return (third - first) / 2 / middle
 
 
-def chain(function: Callable, calls: int) -> Callable:
-    """A function of a list of input sets that makes `calls` calls, call i on set i modulo their number.
+def chain(function: Callable) -> Callable:
+    """A function of a list of sets of inputs that calls `function` on each, and returns a number of every result.
 
-    Each call's inputs wait for the result of the call before, and a number of every result is returned, taken behind a barrier:
-    so a compiler can neither merge calls, nor leave one out, nor compute a part alone. Whole results are not returned, since
-    making an array of each costs the host about as much as a short kernel takes.
+    Every set is a parameter of its own, also where the caller passes the same arrays twice, so that a compiler cannot merge
+    calls. A call's inputs wait for the result of the call before, and the numbers are taken behind a barrier, so that it can
+    neither leave a call out nor compute a part of it. Whole results are not returned, since making an array of each costs the host
+    about as much as a short kernel takes.
     """
     inner = jax.jit(function)  # one lowering for all calls
 
     def run(sets):
         results = []
-        for i in range(calls):
-            arguments = sets[i % len(sets)]
+        for arguments in sets:
             if results:
                 arguments, results[-1] = lax.optimization_barrier((arguments, results[-1]))
             results.append(inner(*arguments))
@@ -154,14 +154,16 @@ def time_jax(function: Callable, sets: Sequence[tuple], *, repeats: int = 20, ca
     Raises:
       TimingError: the compiler merged or dropped calls, or the calls are too short to be told apart.
     """
-    sets = list(sets)
-    programs = [chain(function, count).lower(sets).compile() for count in (calls, 2 * calls)]
+    in_turn = [sets[i % len(sets)] for i in range(2 * calls)]
+    inputs = in_turn[:calls], in_turn
+    program = chain(function)
+    programs = [program.lower(each).compile() for each in inputs]
     check_calls(*(program.as_text() for program in programs), calls, kernels=kernels)
     durations, handed_over = ([], []), ([], [])
     for repeat in range(-1, repeats):
         for i, program in enumerate(programs):
             start = time.perf_counter()
-            results = program(sets)
+            results = program(inputs[i])
             handed = time.perf_counter() - start
             jax.block_until_ready(results)
             duration = time.perf_counter() - start
