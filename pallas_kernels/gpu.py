@@ -52,6 +52,12 @@ def _check_versions() -> None:
             raise ImportError(f"Triton kernels were built for {name} {wanted}, found {found}: pip install '{name}=={wanted}.*'")
 
 
+def capability() -> int:
+    """Compute capability of the GPU at hand: 90, 100, 103."""
+    major, minor = jax.devices("gpu")[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)
+
+
 def run(launch: Launch, *inputs: jax.Array | int) -> list[jax.Array]:
     """Launches from JAX, inside or outside of jit, on the GPU that the computation is on.
 

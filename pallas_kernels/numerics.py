@@ -122,6 +122,17 @@ def ordered_sum(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
     return lax.squeeze(x, (axis,))
 
 
+def blocked_sum(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Sums over the last axis in float32 by a fixed tree: blocks of 16 neighbours by `ordered_sum`, then the blocks' sums by it.
+
+    A kernel's thread can hold a block, so that most of the tree needs no exchange between threads.
+    """
+    padding = -x.shape[-1] % 16
+    if padding:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+    return ordered_sum(ordered_sum(x.reshape(*x.shape[:-1], -1, 16)))
+
+
 def exact_exp2(exponent: jax.Array) -> Float[Array, "..."]:
     """2 ** exponent for integer exponents in -126..127, from the bits: ``jnp.exp2`` promises no exact powers."""
     return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)

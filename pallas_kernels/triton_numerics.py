@@ -65,6 +65,16 @@ def ordered_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def blocked_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, SIZE] -> [ROWS], float32, see `numerics.blocked_sum`; SIZE a power of two of at least 16, filled up with zeros."""
+    BLOCKS: tl.constexpr = SIZE // 16
+    x = tl.reshape(x, (ROWS, BLOCKS, 16))
+    for level in tl.static_range(4):
+        x = tl.sum(tl.reshape(x, (ROWS, BLOCKS, 2, 8 >> level)), axis=2)
+    return ordered_sum(tl.reshape(x, (ROWS, BLOCKS)), ROWS, BLOCKS)
+
+
+@triton.jit
 def _exp2(t):
     shifted = t + _MAGIC
     fraction = t - (shifted - _MAGIC)

@@ -4,8 +4,9 @@
 nothing but k, so that a row's bits depend on no tile, no neighbour and no number of rows. Operands are E4M3 (fp8 tensor cores),
 bfloat16, or float32 (multiplied as float32, without TF32). Dense is the grouped kernel with one group.
 
-Hopper's fp8 tensor cores add with about 14 bits. PROMOTION says after how many products the partial sum moves to a float32
-accumulator; it is one number for every path (see `PROMOTION`).
+Hopper's fp8 tensor cores add with about 14 bits. Sums of E4M3 products stay in them from the first to the last: moving partial
+sums to float32 every 128 products costs 30 to 50 % of the speed (docs/kernels.md), for an error that is below the rounding of a
+bfloat16 result. Sums of bfloat16 products are float32 sums.
 
 `multiply_transposed` computes the weight gradient of each group, out[e] = g[rows of e].T @ x[rows of e]: one program sums over
 all rows of its group in order. No split, no atomics; an empty group gives zeros.
@@ -17,12 +18,11 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import gpu, operands, tuning
+from pallas_kernels.grouped_matmul import triton_packed
 from pallas_kernels.nvfp4 import Nvfp4Array
 from pallas_kernels.nvfp4 import triton as nvfp4_triton
 from pallas_kernels.nvfp4.expanded import ExpandedArray
 
-# Products that Hopper's fp8 accumulator sums before they go to the float32 one. Part of the definition of the fp8 paths' bits.
-PROMOTION = 128
 BLOCK_K_BYTES = 128  # contracted bytes per step: 128 E4M3 numbers, 64 bfloat16
 
 
@@ -51,7 +51,7 @@ def group_tiles_kernel(
 def multiply_kernel(
     a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
     N: tl.constexpr, K: tl.constexpr, B_STRIDE_N: tl.constexpr, B_STRIDE_K: tl.constexpr,
-    GROUPED: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, PROMOTION: tl.constexpr,
+    GROUPED: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """out [m, N] = a [m, K] @ b [group, N, K].T; A_OUTER and B_OUTER say whether outer scales apply."""
@@ -93,10 +93,7 @@ def multiply_kernel(
         else:
             a = tl.load(a_ptrs, mask=k[None, :] < K - k0, other=0.0)
             b = tl.load(b_ptrs, mask=k[:, None] < K - k0, other=0.0)
-        if PROMOTION == 0:
-            total = tl.dot(a, b, total, input_precision="ieee")
-        else:
-            total = tl.dot(a, b, total, input_precision="ieee", max_num_imprecise_acc=PROMOTION)
+        total = tl.dot(a, b, total, input_precision="ieee")
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K * B_STRIDE_K
     if A_OUTER:
@@ -148,7 +145,7 @@ def multiply_transposed_kernel(
 
 _FORWARD = {
     # Few rows a group, or many: the tile's rows. Stages are what fits 228 KiB of shared memory.
-    1: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=4),
+    1: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=3),
     2: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=4),
     4: dict(BLOCK_M=64, BLOCK_N=64, GROUP_M=8, num_warps=4, num_stages=3),
 }
@@ -174,7 +171,6 @@ def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int
         GROUPED=grouped,
         A_OUTER=a_outer,
         B_OUTER=b_outer,
-        PROMOTION=PROMOTION if itemsize == 1 else 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=BLOCK_K_BYTES // itemsize,
@@ -264,8 +260,29 @@ def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, transposed=Fals
 # --- the operations ------------------------------------------------------------------------------------------------------------
 
 
+# Up to so many rows for a weight matrix its packed bytes are read and expanded in the kernel; beyond, they are expanded once.
+# Either way gives the same bits.
+PACKED_ROWS = 64
+
+
+def _packed_inner(x, w) -> str | None:
+    """The inner product of the kernel on packed weights, or None where the other kernel is the better one."""
+    if not isinstance(w, Nvfp4Array) or not isinstance(x, (Nvfp4Array, ExpandedArray)):
+        return None
+    if gpu.capability() >= 100 and isinstance(x, Nvfp4Array):
+        return "native"
+    few = x.shape[0] <= PACKED_ROWS * w.shape[0]
+    return {jnp.float8_e4m3fn: "fp8", jnp.bfloat16: "bf16"}[_common_dtype(x, w)] if few else None
+
+
 def grouped_matmul(x, w, group_sizes, *, out_dtype):
     """`grouped_matmul` for operands of any kind; w [E, N, K]. `group_sizes` None: dense, E = 1."""
+    inner = _packed_inner(x, w)
+    if inner is not None:
+        sizes = jnp.full((1,), x.shape[0], jnp.int32) if group_sizes is None else group_sizes.astype(jnp.int32)
+        if inner != "native" and isinstance(x, Nvfp4Array):
+            x = nvfp4_triton.expand(x, jnp.float8_e4m3fn if inner == "fp8" else jnp.bfloat16)
+        return triton_packed.grouped_matmul(x, w, sizes, inner=inner, out_dtype=out_dtype)
     dtype = _common_dtype(x, w)
     x_values, x_outer = _plain(x, dtype)
     w_values, w_outer = _plain(w, dtype)

@@ -10,9 +10,8 @@ one thing that differs between GPUs (`multiply`):
 * "bf16": the same for any scales, in bfloat16, which holds every code x block scale.
 
 **Bits.** A row's sum runs along K in its natural order, and no other row has a part in it. Zeros fill up the last step. The fp8
-accumulator of Hopper is short, so after every PROMOTION numbers of a row its sum goes into a float32 one: that interval is the
-same for every kernel and every tile. Tiles and the number of rows therefore cannot change a bit. (The promotion is written out
-as an addition. Triton 3.6 drops `max_num_imprecise_acc` without a word where the left operand is in registers, as here.)
+sum stays in the tensor core from the first number of a row to the last, as in `triton.py` (which says what that costs). Tiles and
+the number of rows therefore cannot change a bit.
 
 **Expansion by table look-up.** The eight products of a block scale b with the magnitudes 0, 0.5, 1, 1.5 | 2, 3, 4, 6 are, as E4M3
 bytes, 0, b - 8, b, o | b + 8, o + 8, b + 16, o + 16, where o is the byte of 1.5 x scale: b + 4 for a significand of 1, and b + 5
@@ -29,14 +28,12 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gpu, tuning
-from pallas_kernels.grouped_matmul.promotion import PROMOTION
 from pallas_kernels.nvfp4.array import Nvfp4Array
 from pallas_kernels.nvfp4.expanded import ExpandedArray
 from pallas_kernels.triton_numerics import round_to
 
 INNERS = ("native", "fp8", "bf16")
-# Numbers of a row per step where the step is not the promotion interval, and has no part in the bits.
-_DEPTH = {"native": 256, "bf16": 128}
+_DEPTH = {"native": 256, "fp8": 128, "bf16": 128}  # numbers of a row per step
 
 # $2: eight codes, $3 and $4: the table. $0: E4M3 bytes of codes 0..3, $1: of codes 4..7.
 # Shifting by 4 puts the signs of the even codes into bit 7 of their bytes, where those of the odd ones already are.
@@ -198,7 +195,7 @@ def multiply(
             x_values = tl.load(x_pointers, mask=(in_row < K)[:, None] & x_inside[None, :], other=0.0)
         if INNER == "fp8":
             w_values = expand_fp8(words, scales, BLOCK_FEATURES, BLOCK_K, PLAIN)
-            sum += tl.dot(w_values, x_values)  # the addition is the promotion: never give `sum` to the dot
+            sum = tl.dot(w_values, x_values, sum)
         else:
             w_values = expand_bf16(words, scales, BLOCK_FEATURES, BLOCK_K, PLAIN)
             if PLAIN:  # the interpreter cannot multiply bfloat16
@@ -279,7 +276,7 @@ def default_tiles(inner: str, M: int, E: int) -> Tiles:
 
 def packed_launch(
     M: int, N: int, K: int, E: int, *, inner: str, out_dtype=jnp.bfloat16, tiles: Tiles | None = None,
-    promotion: int = PROMOTION, plain: bool = False,
+    plain: bool = False,
 ) -> gpu.Launch:  # fmt: skip
     """The launch for M rows, E matrices [N, K]; K is a multiple of 16.
 
@@ -290,7 +287,6 @@ def packed_launch(
     Args:
       inner: see the top of this file.
       tiles: None for `default_tiles`.
-      promotion: see `PROMOTION`.
       plain: without what the interpreter does not know (assembler, bfloat16 products). The same bits where the sums are exact.
 
     Raises:
@@ -303,7 +299,6 @@ def packed_launch(
         raise ValueError(f"K = {K} must be a multiple of 16, the length of a block")
     if inner == "native" and tiles.BLOCK_FEATURES != 128:
         raise ValueError(f"{tiles} must have a BLOCK_FEATURES of 128: the native instruction exists for no less")
-    depth = promotion if inner == "fp8" else _DEPTH[inner]
     # A group wastes less than one tile, and so do the rows behind the last one; no more than M of them have a row.
     num_tiles = M // tiles.BLOCK_TOKENS + min(E + 1, M)
     return gpu.Launch(
@@ -313,7 +308,7 @@ def packed_launch(
         constants=dict(
             N=N, K=K, E=E, E_PADDED=triton.next_power_of_2(E),
             INNER=inner, PLAIN=plain,
-            BLOCK_FEATURES=tiles.BLOCK_FEATURES, BLOCK_TOKENS=tiles.BLOCK_TOKENS, BLOCK_K=depth, UNROLL=tiles.UNROLL,
+            BLOCK_FEATURES=tiles.BLOCK_FEATURES, BLOCK_TOKENS=tiles.BLOCK_TOKENS, BLOCK_K=_DEPTH[inner], UNROLL=tiles.UNROLL,
         ),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

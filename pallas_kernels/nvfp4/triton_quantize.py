@@ -33,6 +33,7 @@ from pallas_kernels.nvfp4.triton_scales import (
     power_of_two,
     scale_value,
 )
+from pallas_kernels.triton_numerics import round_to
 
 # The interpreter knows no assembly: there, the same functions in Triton's own words.
 _ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
@@ -69,6 +70,29 @@ def _e4m3_pair(low, high):
 
 
 @triton.jit
+def bfloat16_pair(low, high):
+    """Two float32 as a word of two bfloat16, to nearest even."""
+    if _ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = round_to(low, tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        return (low & 0xFFFF) | (round_to(high, tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def low_value(word):
+    """The first of a word's two bfloat16 numbers as float32."""
+    return from_bits(word << 16)
+
+
+@triton.jit
+def high_value(word):
+    return from_bits(word & -65536)
+
+
+@triton.jit
 def _scale_inverse(byte):
     """1 / scale rounded to float32: the significand is 1, 1.25 or 1.5."""
     eighths = byte & 7
@@ -88,7 +112,7 @@ def _round(magnitude, inverse, LARGEST: tl.constexpr, SATURATE: tl.constexpr):
 
 
 @triton.jit
-def _tree(a_even, a_odd, b_even, b_odd, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+def tree_of_words(a_even, a_odd, b_even, b_odd, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Sums of blocks [ROWS, BLOCKS] by halves: 8 apart (a, b), then 4 and 2 (two words, one word apart), then even and odd."""
     even = tl.sum(tl.reshape(a_even + b_even, (ROWS, BLOCKS, 2, 2)), axis=2)
     odd = tl.sum(tl.reshape(a_odd + b_odd, (ROWS, BLOCKS, 2, 2)), axis=2)
@@ -121,7 +145,7 @@ def quantize_words(
     keep = tl.where(live, -1, 0)[:, None, None]
     a = a & keep
     b = b & keep
-    pairs = tl.reduce(_max_of_pairs(a & 0x7FFF7FFF, b & 0x7FFF7FFF), 2, _max_of_pairs)
+    pairs = tl.reduce(larger_words(a, b), 2, _max_of_pairs)
     block_max = tl.maximum(pairs & 0xFFFF, pairs >> 16) << 16
     block_max = tl.where(block_max < (1 << 23), 0, block_max)
     exponent = (block_max >> 23) - 127 - outer_exponent[:, None]
@@ -135,10 +159,10 @@ def quantize_words(
     inverse_four = _scale_inverse(byte_four)[:, :, None]
 
     factor = power_of_two(-outer_exponent)[:, None, None]
-    a_even = tl.abs(_multiply_flushing(from_bits(a << 16), factor))
-    a_odd = tl.abs(_multiply_flushing(from_bits(a & -65536), factor))
-    b_even = tl.abs(_multiply_flushing(from_bits(b << 16), factor))
-    b_odd = tl.abs(_multiply_flushing(from_bits(b & -65536), factor))
+    a_even = tl.abs(_multiply_flushing(low_value(a), factor))
+    a_odd = tl.abs(_multiply_flushing(high_value(a), factor))
+    b_even = tl.abs(_multiply_flushing(low_value(b), factor))
+    b_odd = tl.abs(_multiply_flushing(high_value(b), factor))
 
     a_even6 = _round(a_even, inverse_six, 6.0, SATURATE)
     a_odd6 = _round(a_odd, inverse_six, 6.0, SATURATE)
@@ -148,11 +172,11 @@ def quantize_words(
     a_odd4 = _round(a_odd, inverse_four, 4.0, SATURATE)
     b_even4 = _round(b_even, inverse_four, 4.0, SATURATE)
     b_odd4 = _round(b_odd, inverse_four, 4.0, SATURATE)
-    error_six = _tree(
+    error_six = tree_of_words(
         _error(a_even, a_even6, scale_six), _error(a_odd, a_odd6, scale_six),
         _error(b_even, b_even6, scale_six), _error(b_odd, b_odd6, scale_six), ROWS, BLOCKS,
     )  # fmt: skip
-    error_four = _tree(
+    error_four = tree_of_words(
         _error(a_even, a_even4, scale_four), _error(a_odd, a_odd4, scale_four),
         _error(b_even, b_even4, scale_four), _error(b_odd, b_odd4, scale_four), ROWS, BLOCKS,
     )  # fmt: skip
@@ -186,16 +210,23 @@ def quantize_words(
 
 
 @triton.jit
-def load_words(x_ptr, row, block0, m, K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Words a and b [ROWS, BLOCKS, 4] of a tile; zeros outside of the row. Rows outside read the last row."""
+def load_words(x_ptr, row, block0, m, K: tl.constexpr, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
+    """Words a and b [ROWS, BLOCKS, 4] of a tile of rows of K numbers that lie STRIDE apart; zeros outside of the row. Rows outside
+    read the last row."""
     block = block0 + tl.arange(0, BLOCKS)[None, :, None]
-    word = tl.minimum(row, m - 1).to(tl.int64)[:, None, None] * (K // 2) + block * 8 + tl.arange(0, 4)[None, None, :]
+    word = tl.minimum(row, m - 1).to(tl.int64)[:, None, None] * (STRIDE // 2) + block * 8 + tl.arange(0, 4)[None, None, :]
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
     if K % (BLOCKS * 16) == 0:
         return tl.load(x_ptr + word), tl.load(x_ptr + word + 4)
     else:
         inside = block < K // 16
         return tl.load(x_ptr + word, mask=inside, other=0), tl.load(x_ptr + word + 4, mask=inside, other=0)
+
+
+@triton.jit
+def larger_words(a, b):
+    """Larger magnitudes of the two halves of words."""
+    return _max_of_pairs(a & 0x7FFF7FFF, b & 0x7FFF7FFF)
 
 
 @triton.jit
@@ -215,9 +246,9 @@ def quantize_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     NUM_BLOCKS: tl.constexpr = K // 16
     if BLOCKS >= NUM_BLOCKS:
-        a, b = load_words(x_ptr, row, 0, m, K, BLOCKS)
+        a, b = load_words(x_ptr, row, 0, m, K, BLOCKS, K)
         if GIVEN_ROWS == 0:
-            outer_max = row_maximum(_max_of_pairs(a & 0x7FFF7FFF, b & 0x7FFF7FFF))
+            outer_max = row_maximum(larger_words(a, b))
         else:
             outer_max = tl.load(given_ptr + tl.minimum(row, m - 1) // GIVEN_ROWS)
         quantize_words(a, b, outer_max, row, 0, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, GIVEN_ROWS != 0, EXPANDED)
@@ -225,13 +256,13 @@ def quantize_kernel(
         if GIVEN_ROWS == 0:
             pairs = tl.zeros((ROWS, BLOCKS, 4), tl.int32)
             for block0 in range(0, NUM_BLOCKS, BLOCKS):
-                a, b = load_words(x_ptr, row, block0, m, K, BLOCKS)
-                pairs = _max_of_pairs(pairs, _max_of_pairs(a & 0x7FFF7FFF, b & 0x7FFF7FFF))
+                a, b = load_words(x_ptr, row, block0, m, K, BLOCKS, K)
+                pairs = _max_of_pairs(pairs, larger_words(a, b))
             outer_max = row_maximum(pairs)
         else:
             outer_max = tl.load(given_ptr + tl.minimum(row, m - 1) // GIVEN_ROWS)
         for block0 in range(0, NUM_BLOCKS, BLOCKS):
-            a, b = load_words(x_ptr, row, block0, m, K, BLOCKS)
+            a, b = load_words(x_ptr, row, block0, m, K, BLOCKS, K)
             quantize_words(
                 a, b, outer_max, row, block0, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, GIVEN_ROWS != 0, EXPANDED
             )
@@ -242,12 +273,15 @@ _PROGRAM_BLOCKS = 256
 _LONGEST_TILE = 256
 
 
-def row_tiling(k: int) -> dict:
-    """How a program covers rows of k numbers: ROWS, BLOCKS (of 16, a tile) and num_warps."""
+def row_tiling(k: int, *, read_twice: bool = True) -> dict:
+    """How a program covers rows of k numbers: ROWS, BLOCKS (of 16, a tile) and num_warps.
+
+    `read_twice`: a row that is a few full tiles long is read twice, the second time from the cache, which is cheaper than idle
+    lanes, unless there is much to compute before a number can be quantised.
+    """
     blocks = k // 16
     power = blocks & -blocks
-    # A row that is a few full tiles long is read twice, the second time from the cache; that is cheaper than idle lanes.
-    blocks = min(_LONGEST_TILE, power if power >= 16 else triton.next_power_of_2(blocks))
+    blocks = min(_LONGEST_TILE, power if read_twice and power >= 16 else triton.next_power_of_2(blocks))
     rows = max(1, _PROGRAM_BLOCKS // blocks)
     return dict(ROWS=rows, BLOCKS=blocks, num_warps=max(1, min(4, rows * blocks // 32)))
 
@@ -257,12 +291,16 @@ def quantize_launch(m: int, k: int, *, given_rows: int, expanded: bool) -> gpu.L
 
     Outputs: codes [m, k / 2], outer scales [m], scale bytes [m, k / 16]; or, `expanded`, E4M3 values [m, k] and outer scales.
     """
-    tiling = row_tiling(k)
-    num_warps = tiling.pop("num_warps")
-    constants = dict(K=k, **tiling, GIVEN_ROWS=given_rows, EXPANDED=expanded)
-    if expanded:
+    return row_launch(quantize_kernel, m, k, row_tiling(k), dict(GIVEN_ROWS=given_rows, EXPANDED=expanded))
+
+
+def row_launch(kernel, m: int, k: int, tiling: dict, constants: dict) -> gpu.Launch:
+    """Launch of a kernel that ends in `quantize_words`, for m rows of k numbers; `constants` holds EXPANDED."""
+    num_warps = tiling["num_warps"]
+    constants = dict(K=k, ROWS=tiling["ROWS"], BLOCKS=tiling["BLOCKS"], **constants)
+    if constants["EXPANDED"]:
         constants["scale_ptr"] = None
         out_shape = gpu.outputs(((m, k), jnp.float8_e4m3fn), ((m,), jnp.float32))
     else:
         out_shape = gpu.outputs(((m, k // 2), jnp.uint8), ((m,), jnp.float32), ((m, k // 16), jnp.uint8))
-    return gpu.Launch(quantize_kernel, out_shape, (triton.cdiv(m, tiling["ROWS"]),), constants, num_warps)
+    return gpu.Launch(kernel, out_shape, (triton.cdiv(m, tiling["ROWS"]),), constants, num_warps)

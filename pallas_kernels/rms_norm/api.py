@@ -3,9 +3,10 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, nvfp4
 from pallas_kernels.numerics import ordered_sum
 from pallas_kernels.rms_norm import reference
 
@@ -50,3 +51,32 @@ def _backward(implementation, eps, residuals, g_MD):
 
 
 _rms_norm.defvjp(_forward, _backward)
+
+
+def rms_norm_quantize(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "D"],
+    rule: nvfp4.ScaleRule,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> nvfp4.ExpandedArray:
+    """``nvfp4.quantize_expanded(rms_norm(x, weight), rule)``, bit for bit; one kernel for bfloat16 rows of up to 8192 numbers by the
+    row-wise `fp8_exact` rule.
+
+    Gradients do not flow through.
+
+    Args:
+      x: [M, D] bfloat16 or float32, D a multiple of 16.
+      weight: [D] float32.
+      rule: how scales are chosen.
+      eps: added to the mean square.
+      implementation: see `pallas_kernels.dispatch.resolve`.
+    """
+    chosen = dispatch.resolve("rms_norm_quantize", implementation)
+    if chosen == "triton" and rule == nvfp4.ScaleRule.fp8_exact() and x.dtype == jnp.bfloat16 and x.shape[-1] <= 8192:
+        from pallas_kernels.rms_norm import triton_quantize
+
+        return triton_quantize.rms_norm_quantize(x, weight, eps=eps)
+    normed = rms_norm(x, weight, eps=eps, implementation=chosen)
+    return nvfp4.quantize_expanded(normed, rule, implementation=chosen)

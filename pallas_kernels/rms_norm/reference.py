@@ -2,14 +2,14 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.numerics import ordered_sum, reciprocal_sqrt, round_to, separate_product
+from pallas_kernels.numerics import blocked_sum, reciprocal_sqrt, round_to, separate_product
 from pallas_kernels.rows import ROW_TILE, map_row_tiles
 
 
 def _inverse_rms(x32_RD, eps):
     width = x32_RD.shape[-1]
     # eps goes into the sum, not the mean: a multiplication followed by an add could be contracted.
-    mean_R = (ordered_sum(separate_product(x32_RD * x32_RD)) + eps * width) * (1.0 / width)
+    mean_R = (blocked_sum(separate_product(x32_RD * x32_RD)) + eps * width) * (1.0 / width)
     return reciprocal_sqrt(mean_R)[:, None]
 
 
@@ -38,6 +38,6 @@ def rms_norm_backward(x_MD, weight_D, g_MD, *, eps):
     inverse_M1 = _inverse_rms(x32_MD, eps)
     unit_MD = x32_MD * inverse_M1
     dunit_MD = separate_product(g32_MD * weight_D[None, :])
-    mean_M = ordered_sum(separate_product(dunit_MD * unit_MD)) * (1.0 / x_MD.shape[-1])
+    mean_M = blocked_sum(separate_product(dunit_MD * unit_MD)) * (1.0 / x_MD.shape[-1])
     dx_MD = inverse_M1 * (dunit_MD - separate_product(unit_MD * mean_M[:, None]))
     return round_to(dx_MD, x_MD.dtype), _tile_sums(separate_product(g32_MD * unit_MD))

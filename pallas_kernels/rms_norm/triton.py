@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pallas_kernels import gpu
 from pallas_kernels.rows import ROW_TILE
-from pallas_kernels.triton_numerics import num_warps, ordered_sum, padded, reciprocal_sqrt, round_to, separate_product
+from pallas_kernels.triton_numerics import blocked_sum, num_warps, padded, reciprocal_sqrt, round_to, separate_product
 
 _TILE = 2048  # numbers per program, at least; so many rows share one that are short
 
@@ -17,7 +17,7 @@ _TILE = 2048  # numbers per program, at least; so many rows share one that are s
 @triton.jit
 def inverse_rms(x, ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr):
     """[ROWS, SIZE] float32, zeros behind WIDTH -> [ROWS, 1]."""
-    mean = (ordered_sum(separate_product(x * x), ROWS, SIZE) + EPS * WIDTH) * (1.0 / WIDTH)
+    mean = (blocked_sum(separate_product(x * x), ROWS, SIZE) + EPS * WIDTH) * (1.0 / WIDTH)
     return tl.expand_dims(reciprocal_sqrt(mean), 1)
 
 
@@ -65,7 +65,7 @@ def _rms_norm_backward_kernel(
         inverse = inverse_rms(values, 1, SIZE, WIDTH, EPS)
         unit = values * inverse
         dunit = separate_product(g * scale)
-        mean = ordered_sum(separate_product(dunit * unit), 1, SIZE) * (1.0 / WIDTH)
+        mean = blocked_sum(separate_product(dunit * unit), 1, SIZE) * (1.0 / WIDTH)
         result = inverse * (dunit - separate_product(unit * tl.expand_dims(mean, 1)))
         tl.store(dx + place, round_to(result, dx.dtype.element_ty), mask=mask)
         total = total + separate_product(g * unit)
@@ -74,7 +74,7 @@ def _rms_norm_backward_kernel(
 
 def rms_norm_launch(num_rows: int, width: int, dtype, eps: float) -> gpu.Launch:
     """Inputs: x [M, D], weight [D] float32, M. Output: [M, D]."""
-    size = padded(width)
+    size = max(16, padded(width))
     rows = max(1, _TILE // size)
     return gpu.Launch(
         _rms_norm_kernel,
@@ -87,7 +87,7 @@ def rms_norm_launch(num_rows: int, width: int, dtype, eps: float) -> gpu.Launch:
 
 def rms_norm_backward_launch(num_rows: int, width: int, dtype, eps: float) -> gpu.Launch:
     """Inputs: x [M, D], weight [D] float32, gradient [M, D], M. Outputs: dx [M, D], sums for the weight [tiles, D] float32."""
-    size = padded(width)
+    size = max(16, padded(width))
     tiles = triton.cdiv(num_rows, ROW_TILE)
     return gpu.Launch(
         _rms_norm_backward_kernel,

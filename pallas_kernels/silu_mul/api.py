@@ -3,9 +3,10 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, nvfp4
 from pallas_kernels.silu_mul import reference
 
 
@@ -44,3 +45,23 @@ def _backward(implementation, gate_up_MF, g_MF):
 
 
 _silu_mul.defvjp(_forward, _backward)
+
+
+def silu_mul_quantize(
+    gate_up: Float[Array, "M F2"], rule: nvfp4.ScaleRule, *, implementation: str | None = None
+) -> nvfp4.ExpandedArray:
+    """``nvfp4.quantize_expanded(silu_mul(gate_up), rule)``, bit for bit; one kernel for bfloat16 by the row-wise `fp8_exact` rule.
+
+    Gradients do not flow through.
+
+    Args:
+      gate_up: [M, 2 F], the gate's features first, bfloat16 or float32; F a multiple of 16.
+      rule: how scales are chosen.
+      implementation: see `pallas_kernels.dispatch.resolve`.
+    """
+    chosen = dispatch.resolve("silu_mul_quantize", implementation)
+    if chosen == "triton" and rule == nvfp4.ScaleRule.fp8_exact() and gate_up.dtype == jnp.bfloat16:
+        from pallas_kernels.silu_mul import triton_quantize
+
+        return triton_quantize.silu_mul_quantize(gate_up)
+    return nvfp4.quantize_expanded(silu_mul(gate_up, implementation=chosen), rule, implementation=chosen)

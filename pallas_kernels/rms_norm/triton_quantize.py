@@ -1,0 +1,72 @@
+"""RMS norm and NVFP4 quantising in one kernel: the normalised row never goes to memory. Bits are those of one after the other."""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels import gpu
+from pallas_kernels.nvfp4.expanded import ExpandedArray
+from pallas_kernels.nvfp4.triton_quantize import (
+    bfloat16_pair,
+    high_value,
+    larger_words,
+    load_words,
+    low_value,
+    quantize_words,
+    row_launch,
+    row_maximum,
+    row_tiling,
+    tree_of_words,
+)
+from pallas_kernels.triton_numerics import ordered_sum, reciprocal_sqrt, separate_product
+
+
+@triton.jit
+def _weights(weight_ptr, offset, BLOCKS: tl.constexpr, K: tl.constexpr):
+    """[1, BLOCKS, 4] weights of one stream of words."""
+    index = tl.arange(0, BLOCKS)[None, :, None] * 16 + tl.arange(0, 4)[None, None, :] * 2 + offset
+    return tl.load(weight_ptr + index, mask=index < K, other=0.0)
+
+
+@triton.jit
+def rms_norm_quantize_kernel(
+    x_ptr, weight_ptr, m, out_ptr, outer_ptr, scale_ptr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EXPANDED: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """x [m, K] bfloat16, weight [K] float32; a program's tile holds whole rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    a, b = load_words(x_ptr, row, 0, m, K, BLOCKS, K)
+    a_even = low_value(a)
+    a_odd = high_value(a)
+    b_even = low_value(b)
+    b_odd = high_value(b)
+    squares = tree_of_words(
+        separate_product(a_even * a_even), separate_product(a_odd * a_odd),
+        separate_product(b_even * b_even), separate_product(b_odd * b_odd), ROWS, BLOCKS,
+    )  # fmt: skip
+    mean = (ordered_sum(squares, ROWS, BLOCKS) + EPS * K) * (1.0 / K)
+    inverse = reciprocal_sqrt(mean)[:, None, None]
+    a = bfloat16_pair(
+        a_even * inverse * _weights(weight_ptr, 0, BLOCKS, K), a_odd * inverse * _weights(weight_ptr, 1, BLOCKS, K)
+    )
+    b = bfloat16_pair(
+        b_even * inverse * _weights(weight_ptr, 8, BLOCKS, K), b_odd * inverse * _weights(weight_ptr, 9, BLOCKS, K)
+    )
+    outer_max = row_maximum(larger_words(a, b))
+    quantize_words(a, b, outer_max, row, 0, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, False, EXPANDED)
+
+
+LONGEST_ROW = 8192  # what a program can hold
+
+
+def rms_norm_quantize_launch(m: int, k: int, eps: float) -> gpu.Launch:
+    """Inputs: x [m, k] bfloat16, weight [k] float32, m. Outputs: E4M3 values [m, k] and outer scales [m]."""
+    blocks = triton.next_power_of_2(k // 16)
+    tiling = row_tiling(k, read_twice=False)
+    if blocks > tiling["BLOCKS"]:
+        tiling = dict(ROWS=1, BLOCKS=blocks, num_warps=8)
+    return row_launch(rms_norm_quantize_kernel, m, k, tiling, dict(EXPANDED=True, EPS=eps))
+
+
+def rms_norm_quantize(x_MD, weight_D, *, eps) -> ExpandedArray:
+    m, k = x_MD.shape
+    return ExpandedArray(*gpu.run(rms_norm_quantize_launch(m, k, eps), x_MD, weight_D, m))
