@@ -102,8 +102,8 @@ def chain(function: Callable) -> Callable:
 
     Every set is a parameter of its own, also where the caller passes the same arrays twice, so that a compiler cannot merge
     calls. A call's inputs wait for the result of the call before, and the numbers are taken behind a barrier, so that it can
-    neither leave a call out nor compute a part of it. Whole results are not returned: making an array of each costs the host about
-    as much as a short kernel takes.
+    neither leave a call out nor compute a part of it. Whole results are not returned: making an array of each costs the host as
+    much as a short kernel takes.
     """
     inner = jax.jit(function)  # one lowering for all calls
 
