@@ -1,0 +1,132 @@
+"""The Pallas matmuls for Hopper on a GPU: against float64, and bit for bit against the Triton kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import mosaic
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = {
+    "together": mosaic.Config(),
+    "wide": mosaic.Config(rows=128, columns=128),
+    "turns": mosaic.Config(rows=128, columns=128, stages=3, turns=True),
+    "shared": mosaic.Config(cluster=2, share="a"),
+}
+GROUPS = {
+    "all kinds": (5, 0, 70, 130, 1, 300, 63, 64, 0, 127, 33),  # and rows behind the last
+    "one hot": (0, 0, 840, 0, 0, 0, 0, 0, 0, 0, 0),
+    "even": (80,) * 11,
+    "none": (0,) * 11,
+}
+ROWS, N, K = 880, 320, 192
+
+
+def _random(*shape, dtype=jnp.bfloat16, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def _float64(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def _same(a, b):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a.view(f"u{a.dtype.itemsize}"), b.view(f"u{b.dtype.itemsize}"))
+
+
+@functools.cache
+def _multiply(config, transposed=False, out_dtype=jnp.float32):
+    return jax.jit(functools.partial(mosaic.multiply, config=CONFIGS[config], transposed=transposed, out_dtype=out_dtype))
+
+
+@functools.cache
+def _triton(transposed=False, out_dtype=jnp.float32):
+    from pallas_kernels.grouped_matmul import triton
+
+    def multiply(a, b, sizes, a_outer, b_outer):
+        if transposed:
+            return triton._multiply(a, b, a_outer, b_outer, sizes, out_dtype=out_dtype, transposed=True)
+        return triton._multiply(a, b, a_outer, b_outer, sizes, out_dtype=out_dtype)
+
+    return jax.jit(multiply)
+
+
+def _operands(transposed=False, groups=11):
+    a = _random(ROWS, K)
+    b = _random(groups, *((K, N) if transposed else (N, K)), seed=1)
+    a_outer = 1 + jnp.abs(_random(ROWS, dtype=jnp.float32, seed=2))
+    b_outer = 1 + jnp.abs(_random(groups, dtype=jnp.float32, seed=3))
+    return a, b, a_outer, b_outer
+
+
+@pytest.mark.parametrize("config, transposed", [*((config, False) for config in CONFIGS), ("together", True)])
+def test_groups(config, transposed):
+    a, b, a_outer, b_outer = _operands(transposed)
+    for kind, sizes in GROUPS.items():
+        total = sum(sizes)
+        a_nan = a.at[total:].set(jnp.nan)
+        args = (a_nan, b, jnp.asarray(sizes, jnp.int32), a_outer, b_outer)
+        got = _multiply(config, transposed)(*args)
+        want, end = np.zeros((ROWS, N)), 0
+        for e, size in enumerate(sizes):
+            rows, end = slice(end, end + size), end + size
+            w = _float64(b[e]) if transposed else _float64(b[e]).T
+            want[rows] = _float64(a)[rows] @ w * _float64(a_outer)[rows, None] * float(b_outer[e])
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3, err_msg=kind)
+        _same(got[total:], jnp.zeros((ROWS - total, N), jnp.float32))
+        _same(got, _triton(transposed)(*args))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 127, 130, 880])
+def test_dense_rows_do_not_depend_on_their_number(rows):
+    a, b, _, _ = _operands(groups=1)
+    many = _multiply("together", out_dtype=jnp.bfloat16)(a, b)
+    _same(_multiply("together", out_dtype=jnp.bfloat16)(a[:rows], b), many[:rows])
+    if rows == ROWS:
+        _same(_triton(out_dtype=jnp.bfloat16)(a, b, None, None, None), many)
+        for config in CONFIGS:
+            _same(_multiply(config, out_dtype=jnp.bfloat16)(a, b), many)
+        shared = jax.jit(functools.partial(mosaic.multiply, config=mosaic.Config(cluster=2, share="b")))
+        _same(shared(a, b), many)
+
+
+@pytest.mark.parametrize("config", ["together", "wide", "turns"])
+def test_sum_over_rows(config):
+    from pallas_kernels.grouped_matmul import triton
+
+    run = jax.jit(functools.partial(mosaic.multiply_transposed, config=CONFIGS[config]))
+    run_triton = jax.jit(lambda g, x, sizes: triton.grouped_matmul_wgrad(x, g, sizes))
+    g, x = _random(ROWS, N), _random(ROWS, K, seed=1)
+    for kind, sizes in GROUPS.items():
+        total, end = sum(sizes), 0
+        args = (g.at[total:].set(jnp.nan), x.at[total:].set(jnp.inf), jnp.asarray(sizes, jnp.int32))
+        got = run(*args)
+        for e, size in enumerate(sizes):
+            rows, end = slice(end, end + size), end + size
+            want = _float64(g)[rows].T @ _float64(x)[rows]
+            np.testing.assert_allclose(got[e], want, rtol=1e-5, atol=1e-3, err_msg=kind)
+        _same(got, run_triton(*args))
+
+
+def test_forty_runs_one_result():
+    # Enough rows and depth that every slot of the ring is used again and again, and blocks have several tiles.
+    rows, n, k, groups = 16384, 1536, 768, 64
+    a, b = _random(rows, k), _random(groups, n, k, seed=1)
+    g = _random(rows, n, seed=2)
+    sizes = jnp.asarray(np.random.default_rng(4).multinomial(rows - 100, np.full(groups, 1 / groups)), jnp.int32)
+    runs = [
+        lambda: _multiply("together", out_dtype=jnp.bfloat16)(a, b, sizes),
+        lambda: _multiply("turns", out_dtype=jnp.bfloat16)(a, b, sizes),
+        lambda: jax.jit(mosaic.multiply_transposed)(g, a, sizes),
+    ]
+    first = [run() for run in runs]
+    _same(first[0], first[1])
+    for _ in range(39):
+        for run, want in zip(runs, first, strict=True):
+            assert bool(jnp.array_equal(run(), want))

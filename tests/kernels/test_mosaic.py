@@ -1,0 +1,96 @@
+"""The Pallas matmuls for Hopper: their arithmetic, indexing and barriers in Pallas's GPU interpreter on the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="this jax has no Mosaic GPU")
+from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("Pallas's GPU interpreter is too young before jax 0.11", allow_module_level=True)
+
+from pallas_kernels.grouped_matmul import mosaic  # noqa: E402
+
+# One processor has all tiles, one after the other; columns are few, since interpreting is slow.
+HOST = dict(processors=1, interpret=plgpu.InterpretGPUParams(detect_races=True))
+# Small, empty, more than one tile, one row, and rows behind the last group.
+SIZES = (5, 0, 70, 130, 1)
+ROWS = 210
+
+
+def _random(*shape, dtype=jnp.bfloat16, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def _float64(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def _groups(sizes):
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "config, transposed",
+    [
+        (mosaic.Config(columns=64), False),
+        (mosaic.Config(rows=128, columns=64, stages=2, turns=True), True),
+    ],
+)
+def test_groups(config, transposed):
+    k, n = 128, 64
+    a = _random(ROWS, k).at[sum(SIZES) :].set(jnp.nan)
+    b = _random(len(SIZES), *((k, n) if transposed else (n, k)), seed=1)
+    a_outer = 1 + jnp.abs(_random(ROWS, dtype=jnp.float32, seed=2))
+    b_outer = 1 + jnp.abs(_random(len(SIZES), dtype=jnp.float32, seed=3))
+    run = jax.jit(lambda *args: mosaic.multiply(*args, out_dtype=jnp.float32, transposed=transposed, config=config, **HOST))
+    got = np.asarray(run(a, b, jnp.asarray(SIZES), a_outer, b_outer))
+    want = np.zeros((ROWS, n))
+    for e, rows in enumerate(_groups(SIZES)):
+        w = _float64(b[e]) if transposed else _float64(b[e]).T
+        want[rows] = _float64(a)[rows] @ w * _float64(a_outer)[rows, None] * float(b_outer[e])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    assert np.all(got[sum(SIZES) :] == 0)
+
+
+def test_sum_over_rows():
+    n, k = 64, 128
+    g, x = (_random(ROWS, width, seed=width).at[sum(SIZES) :].set(jnp.nan) for width in (n, k))
+    config = mosaic.Config(columns=128, stages=2)
+    run = jax.jit(lambda g, x, sizes: mosaic.multiply_transposed(g, x, sizes, config=config, **HOST))
+    got = np.asarray(run(g, x, jnp.asarray(SIZES)))
+    want = [_float64(g)[rows].T @ _float64(x)[rows] for rows in _groups(SIZES)]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    assert np.all(got[1] == 0)
+
+
+@pytest.mark.parametrize("rows, parts", [(64, 2), (128, 1)])
+def test_tiles_cover_every_row_of_their_group_and_no_other(rows, parts):
+    rng = np.random.default_rng(0)
+    cut = jax.jit(mosaic.row_tiles, static_argnums=(1, 2, 3))
+    for trial in range(20):
+        num_rows = 1000
+        sizes = rng.multinomial(num_rows - rng.integers(0, 2) * 77, rng.dirichlet(np.full(12, 0.3)))
+        group, start, length, count = (np.asarray(each) for each in cut(jnp.asarray(sizes, jnp.int32), num_rows, rows, parts))
+        owner = np.repeat(np.arange(13), [*sizes, num_rows - sizes.sum()])
+        covered = np.zeros(num_rows, bool)
+        for tile in range(count[0]):
+            for part in range(tile * parts, (tile + 1) * parts):
+                mine = slice(start[part], start[part] + length[part])
+                assert np.all(owner[mine] == group[tile]), trial
+                if length[part]:
+                    assert mine.stop <= num_rows
+                covered[mine] = True
+        assert covered.all()
+
+
+def test_what_is_not_built_is_refused():
+    with pytest.raises(NotImplementedError, match=r"\(8, 96\)"):
+        mosaic.multiply(_random(8, 96), _random(1, 64, 96))
+    with pytest.raises(NotImplementedError, match="float32 x bfloat16"):
+        mosaic.multiply(_random(8, 64, dtype=jnp.float32), _random(1, 64, 64))
+    with pytest.raises(NotImplementedError, match="share"):
+        mosaic.multiply(_random(8, 64), _random(2, 64, 64), jnp.ones(2, jnp.int32), config=mosaic.Config(cluster=2))
