@@ -1,8 +1,8 @@
 """Which implementation of an operation runs: explicit, printed once, never a silent fallback.
 
-Two implementations exist. "reference": plain jnp, the specification, on every device. "triton": kernels for NVIDIA GPUs. The
-default is "triton" on a GPU and "reference" elsewhere; `prefer` changes it for a whole program (the scripts' flag
-``--implementation``), and every operation takes ``implementation=``.
+"reference": plain jnp, the specification, on every device. "triton": kernels for NVIDIA GPUs. "mosaic": Pallas kernels for
+Hopper, which the bfloat16 matmuls have. The default is a kernel on a GPU and "reference" elsewhere; `prefer` changes it for a whole
+program, and every operation takes ``implementation=``.
 """
 
 import functools
@@ -10,7 +10,7 @@ import logging
 
 import jax
 
-IMPLEMENTATIONS = ("reference", "triton")
+IMPLEMENTATIONS = ("reference", "triton", "mosaic")
 
 _logger = logging.getLogger("pallas_kernels")
 _preferred: str | None = None
@@ -35,24 +35,28 @@ def _announce(op: str, implementation: str, platform: str) -> None:
     _logger.info("%s: %s implementation on %s", op, implementation, platform)
 
 
-def resolve(op: str, implementation: str | None, available: tuple[str, ...] = IMPLEMENTATIONS) -> str:
+def resolve(
+    op: str, implementation: str | None, available: tuple[str, ...] = ("reference", "triton"), *, gpu_default: str = "triton"
+) -> str:
     """Returns the name of the implementation of `op` that will run, and logs it the first time.
 
     Args:
       op: name of the operation, with shape and type where these decide, for the log and the error.
       implementation: a name from `IMPLEMENTATIONS`, or None for the preferred one.
       available: implementations that `op` has. One that has no kernel runs as the reference, and the log says so.
+      gpu_default: what runs on a GPU where nobody names anything.
 
     Raises:
       NotImplementedError: the operation has no such implementation, or it does not run on this platform.
     """
     platform = jax.default_backend()
-    chosen = implementation or _preferred or ("triton" if platform == "gpu" else "reference")
+    chosen = implementation or _preferred or (gpu_default if platform == "gpu" else "reference")
     if implementation is None and chosen not in available:
-        chosen = available[0]
+        # A preference for one kind of kernel means a kernel where there is only the other kind.
+        chosen = "triton" if chosen == "mosaic" and "triton" in available else available[0]
     if chosen not in available:
         raise NotImplementedError(f"{op}: no implementation {chosen!r}; there is {', '.join(available)}")
-    if chosen == "triton" and platform != "gpu":
-        raise NotImplementedError(f"{op}: the triton implementation needs a GPU, this is {platform}; choose 'reference'")
+    if chosen != "reference" and platform != "gpu":
+        raise NotImplementedError(f"{op}: the {chosen} implementation needs a GPU, this is {platform}; choose 'reference'")
     _announce(op, chosen, platform)
     return chosen

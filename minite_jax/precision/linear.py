@@ -74,7 +74,7 @@ def _linear_forward(format, x_MK, stored, master):
 
 def _linear_backward(format, residuals, g_MN):
     operand, stored, wants_weight = residuals
-    dx_MK = round_to(matmul_dgrad(g_MN, stored), g_MN.dtype)
+    dx_MK = matmul_dgrad(g_MN, stored, out_dtype=g_MN.dtype)
     return dx_MK, None, matmul_wgrad(operand, g_MN) if wants_weight else None
 
 

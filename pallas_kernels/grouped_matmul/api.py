@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, operands
+from pallas_kernels import operands
 from pallas_kernels.grouped_matmul import reference
 
 
@@ -35,10 +35,11 @@ def grouped_matmul(
     """
     operands.check_contraction("grouped_matmul", x, w)
     reference.check_groups(w, group_sizes)
-    if dispatch.resolve("grouped_matmul", implementation) == "triton":
+    chosen = operands.resolve_matmul("grouped_matmul", implementation, operands.product_dtype(x, w), *w.shape[1:])
+    if chosen != "reference":
         from pallas_kernels.grouped_matmul import triton
 
-        return triton.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype)
+        return triton.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, kernel=chosen)
     return reference.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype)
 
 
@@ -54,10 +55,11 @@ def grouped_matmul_dgrad(
 
     Args: see `pallas_kernels.matmul.matmul_dgrad` and `grouped_matmul`.
     """
-    if dispatch.resolve("grouped_matmul_dgrad", implementation) == "triton":
+    chosen = operands.resolve_matmul("grouped_matmul_dgrad", implementation, operands.gradient_dtype(w), *w.shape[1:])
+    if chosen != "reference":
         from pallas_kernels.grouped_matmul import triton
 
-        return triton.grouped_matmul_dgrad(g, w, group_sizes, out_dtype=out_dtype)
+        return triton.grouped_matmul_dgrad(g, w, group_sizes, out_dtype=out_dtype, kernel=chosen)
     return reference.grouped_matmul_dgrad(g, w, group_sizes, out_dtype=out_dtype)
 
 
@@ -65,8 +67,10 @@ def grouped_matmul_wgrad(
     x: operands.Operand, g: Float[Array, "M N"], group_sizes: Int[Array, "E"], *, implementation: str | None = None
 ) -> Float[Array, "E N K"]:
     """Gradient with respect to `w`: per group ``g.T @ dequantized(x)`` in float32; exact zeros for an empty group."""
-    if dispatch.resolve("grouped_matmul_wgrad", implementation) == "triton":
+    dtype = operands.gradient_dtype(x)
+    chosen = operands.resolve_matmul("grouped_matmul_wgrad", implementation, dtype, g.shape[1], x.shape[1])
+    if chosen != "reference":
         from pallas_kernels.grouped_matmul import triton
 
-        return triton.grouped_matmul_wgrad(x, g, group_sizes)
+        return triton.grouped_matmul_wgrad(x, g, group_sizes, kernel=chosen)
     return reference.grouped_matmul_wgrad(x, g, group_sizes)

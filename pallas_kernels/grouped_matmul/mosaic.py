@@ -465,8 +465,9 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
 # --- sums over rows ------------------------------------------------------------------------------------------------------------
 
 
-def multiply_transposed(g, x, group_sizes=None, *, config: Config = Config(rows=128, columns=128, stages=3, turns=True),
-                        processors: int | None = None, interpret=None):  # fmt: skip
+def multiply_transposed(
+    g, x, group_sizes=None, *, config: Config = Config(), processors: int | None = None, interpret=None
+):  # fmt: skip
     """out[e] = g[rows of e].T @ x[rows of e] in float32; an empty group gives zeros.
 
     Args:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import gpu, operands, tuning
-from pallas_kernels.grouped_matmul import triton_packed
+from pallas_kernels.grouped_matmul import mosaic, triton_packed
 from pallas_kernels.nvfp4 import Nvfp4Array
 from pallas_kernels.nvfp4 import triton as nvfp4_triton
 from pallas_kernels.nvfp4.expanded import ExpandedArray
@@ -213,12 +213,6 @@ def multiply_transposed_launch(m: int, n: int, k: int, dtype, *, num_groups: int
 # --- operands ------------------------------------------------------------------------------------------------------------------
 
 
-def _fp8(operand: operands.Operand) -> bool:
-    if isinstance(operand, ExpandedArray):
-        return operand.values.dtype == jnp.float8_e4m3fn
-    return isinstance(operand, Nvfp4Array) and operand.fp8_exact
-
-
 def _plain(operand: operands.Operand, dtype) -> tuple[jax.Array, jax.Array | None]:
     """Values of an operand in the type that is multiplied, and its outer scale."""
     if isinstance(operand, Nvfp4Array):
@@ -231,19 +225,14 @@ def _plain(operand: operands.Operand, dtype) -> tuple[jax.Array, jax.Array | Non
     return operand, None
 
 
-def _common_dtype(x: operands.Operand, w: operands.Operand):
-    plain = [each.dtype for each in (x, w) if isinstance(each, jax.Array)]
-    if plain:
-        return plain[0]
-    return jnp.float8_e4m3fn if _fp8(x) and _fp8(w) else jnp.bfloat16
-
-
-def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, transposed=False):
+def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, transposed=False, kernel="triton"):
     m, k = a.shape
     num_groups = b.shape[0]
     n = b.shape[2] if transposed else b.shape[1]
     if a_outer is not None and a_outer.ndim == 0:
         a_outer = jnp.broadcast_to(a_outer, (m,))
+    if kernel == "mosaic":
+        return mosaic.multiply(a, b, group_sizes, a_outer, b_outer, out_dtype=out_dtype, transposed=transposed)
     grouped = group_sizes is not None
     launch = multiply_launch(
         m, n, k, a.dtype, out_dtype, num_groups=num_groups, grouped=grouped, transposed=transposed,
@@ -272,10 +261,10 @@ def _packed_inner(x, w) -> str | None:
     if gpu.capability() >= 100 and isinstance(x, Nvfp4Array):
         return "native"
     few = x.shape[0] <= PACKED_ROWS * w.shape[0]
-    return {jnp.float8_e4m3fn: "fp8", jnp.bfloat16: "bf16"}[_common_dtype(x, w)] if few else None
+    return ("fp8" if operands.product_dtype(x, w) == jnp.float8_e4m3fn else "bf16") if few else None
 
 
-def grouped_matmul(x, w, group_sizes, *, out_dtype):
+def grouped_matmul(x, w, group_sizes, *, out_dtype=jnp.bfloat16, kernel="triton"):
     """`grouped_matmul` for operands of any kind; w [E, N, K]. `group_sizes` None: dense, E = 1."""
     inner = _packed_inner(x, w)
     if inner is not None:
@@ -283,26 +272,29 @@ def grouped_matmul(x, w, group_sizes, *, out_dtype):
         if inner != "native" and isinstance(x, Nvfp4Array):
             x = nvfp4_triton.expand(x, jnp.float8_e4m3fn if inner == "fp8" else jnp.bfloat16)
         return triton_packed.grouped_matmul(x, w, sizes, inner=inner, out_dtype=out_dtype)
-    dtype = _common_dtype(x, w)
+    dtype = operands.product_dtype(x, w)
     x_values, x_outer = _plain(x, dtype)
     w_values, w_outer = _plain(w, dtype)
-    return _multiply(x_values, w_values, x_outer, w_outer, group_sizes, out_dtype=out_dtype)
+    return _multiply(x_values, w_values, x_outer, w_outer, group_sizes, out_dtype=out_dtype, kernel=kernel)
 
 
-def grouped_matmul_dgrad(g, w, group_sizes, *, out_dtype=jnp.float32):
+def grouped_matmul_dgrad(g, w, group_sizes, *, out_dtype=jnp.float32, kernel="triton"):
     """g @ dequantized(w): bfloat16 operands, since code x block scale is exact there; float32 for float32 weights."""
-    dtype = w.dtype if isinstance(w, jax.Array) else jnp.bfloat16
+    dtype = operands.gradient_dtype(w)
     w_values, w_outer = _plain(w, dtype)
-    return _multiply(g.astype(dtype), w_values, None, w_outer, group_sizes, out_dtype=out_dtype, transposed=True)
+    g = g.astype(dtype)
+    return _multiply(g, w_values, None, w_outer, group_sizes, out_dtype=out_dtype, transposed=True, kernel=kernel)
 
 
-def grouped_matmul_wgrad(x, g, group_sizes):
+def grouped_matmul_wgrad(x, g, group_sizes, *, kernel="triton"):
     """g.T @ dequantized(x) for each group. The outer scales of x, powers of two by the default rule, go into g exactly; others
     round g once more, to bfloat16."""
-    dtype = x.dtype if isinstance(x, jax.Array) else jnp.bfloat16
+    dtype = operands.gradient_dtype(x)
     x_values, x_outer = _plain(x, dtype)
     if x_outer is not None:
         g = g.astype(jnp.float32) * (x_outer[:, None] if x_outer.ndim else x_outer)
+    if kernel == "mosaic":
+        return mosaic.multiply_transposed(g.astype(dtype), x_values, group_sizes)
     m, n = g.shape
     num_groups = 1 if group_sizes is None else group_sizes.shape[0]
     ends = jnp.full((1,), m, jnp.int32) if group_sizes is None else jnp.cumsum(group_sizes).astype(jnp.int32)

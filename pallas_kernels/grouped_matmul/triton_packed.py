@@ -33,7 +33,6 @@ from pallas_kernels.nvfp4.expanded import ExpandedArray
 from pallas_kernels.triton_numerics import round_to
 
 INNERS = ("native", "fp8", "bf16")
-_DEPTH = {"native": 256, "fp8": 128, "bf16": 128}  # numbers of a row per step
 
 # $2: eight codes, $3 and $4: the table. $0: E4M3 bytes of codes 0..3, $1: of codes 4..7.
 # Shifting by 4 puts the signs of the even codes into bit 7 of their bytes, where those of the odd ones already are.
@@ -254,13 +253,15 @@ class Tiles:
     Attributes:
       BLOCK_FEATURES: weight rows of a program: 128 for the native instruction, else 64 or 128.
       BLOCK_TOKENS: activation rows of a program, at least 16.
-      UNROLL: steps along K per trip of the loop.
+      BLOCK_K: numbers of a row per step; the instructions run along K in the same order for each.
+      UNROLL: steps per trip of the loop.
       num_warps: a multiple of 4.
       num_stages: steps whose loads are under way at once.
     """
 
     BLOCK_FEATURES: int = 64
     BLOCK_TOKENS: int = 16
+    BLOCK_K: int = 128
     UNROLL: int = 2
     num_warps: int = 4
     num_stages: int = 3
@@ -270,7 +271,8 @@ def default_tiles(inner: str, M: int, E: int) -> Tiles:
     """Tiles by the number of rows that a group has if all have the same."""
     BLOCK_TOKENS = min(max(16, triton.next_power_of_2(-(-M // E))), 256 if inner == "native" else 64)
     if inner == "native":
-        return Tiles(BLOCK_FEATURES=128, BLOCK_TOKENS=BLOCK_TOKENS, UNROLL=1, num_warps=8 if BLOCK_TOKENS == 256 else 4)
+        num_warps = 8 if BLOCK_TOKENS == 256 else 4
+        return Tiles(BLOCK_FEATURES=128, BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_K=256, UNROLL=1, num_warps=num_warps)
     return Tiles(BLOCK_TOKENS=BLOCK_TOKENS)
 
 
@@ -308,7 +310,7 @@ def packed_launch(
         constants=dict(
             N=N, K=K, E=E, E_PADDED=triton.next_power_of_2(E),
             INNER=inner, PLAIN=plain,
-            BLOCK_FEATURES=tiles.BLOCK_FEATURES, BLOCK_TOKENS=tiles.BLOCK_TOKENS, BLOCK_K=_DEPTH[inner], UNROLL=tiles.UNROLL,
+            BLOCK_FEATURES=tiles.BLOCK_FEATURES, BLOCK_TOKENS=tiles.BLOCK_TOKENS, BLOCK_K=tiles.BLOCK_K, UNROLL=tiles.UNROLL,
         ),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

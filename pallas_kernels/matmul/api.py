@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, operands
+from pallas_kernels import operands
 from pallas_kernels.matmul import reference
 
 
@@ -29,10 +29,11 @@ def matmul(
       NotImplementedError: unknown implementation.
     """
     operands.check_contraction("matmul", x, w)
-    if dispatch.resolve("matmul", implementation) == "triton":
+    chosen = operands.resolve_matmul("matmul", implementation, operands.product_dtype(x, w), *w.shape)
+    if chosen != "reference":
         from pallas_kernels.matmul import triton
 
-        return triton.matmul(x, w, out_dtype=out_dtype)
+        return triton.matmul(x, w, out_dtype=out_dtype, kernel=chosen)
     return reference.matmul(x, w, out_dtype=out_dtype)
 
 
@@ -47,10 +48,11 @@ def matmul_dgrad(
       out_dtype: float32 or bfloat16 (rounded once).
       implementation: see `pallas_kernels.dispatch.resolve`.
     """
-    if dispatch.resolve("matmul_dgrad", implementation) == "triton":
+    chosen = operands.resolve_matmul("matmul_dgrad", implementation, operands.gradient_dtype(w), *w.shape)
+    if chosen != "reference":
         from pallas_kernels.matmul import triton
 
-        return triton.matmul_dgrad(g, w, out_dtype=out_dtype)
+        return triton.matmul_dgrad(g, w, out_dtype=out_dtype, kernel=chosen)
     return reference.matmul_dgrad(g, w, out_dtype=out_dtype)
 
 
@@ -59,8 +61,9 @@ def matmul_wgrad(x: operands.Operand, g: Float[Array, "M N"], *, implementation:
 
     The GPU kernels multiply `g`, times the outer scales of `x`, as bfloat16.
     """
-    if dispatch.resolve("matmul_wgrad", implementation) == "triton":
+    chosen = operands.resolve_matmul("matmul_wgrad", implementation, operands.gradient_dtype(x), g.shape[1], x.shape[1])
+    if chosen != "reference":
         from pallas_kernels.matmul import triton
 
-        return triton.matmul_wgrad(x, g)
+        return triton.matmul_wgrad(x, g, kernel=chosen)
     return reference.matmul_wgrad(x, g)

@@ -11,13 +11,13 @@ def _one_group(w):
     return jax.tree.map(lambda leaf: leaf[None], w)
 
 
-def matmul(x, w, *, out_dtype):
-    return grouped.grouped_matmul(x, _one_group(w), None, out_dtype=out_dtype)
+def matmul(x, w, *, out_dtype=jnp.bfloat16, kernel="triton"):
+    return grouped.grouped_matmul(x, _one_group(w), None, out_dtype=out_dtype, kernel=kernel)
 
 
-def matmul_dgrad(g, w, *, out_dtype=jnp.float32):
-    return grouped.grouped_matmul_dgrad(g, _one_group(w), None, out_dtype=out_dtype)
+def matmul_dgrad(g, w, *, out_dtype=jnp.float32, kernel="triton"):
+    return grouped.grouped_matmul_dgrad(g, _one_group(w), None, out_dtype=out_dtype, kernel=kernel)
 
 
-def matmul_wgrad(x, g):
-    return grouped.grouped_matmul_wgrad(x, g, None)[0]
+def matmul_wgrad(x, g, *, kernel="triton"):
+    return grouped.grouped_matmul_wgrad(x, g, None, kernel=kernel)[0]

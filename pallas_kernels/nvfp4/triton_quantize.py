@@ -211,8 +211,8 @@ def quantize_words(
 
 @triton.jit
 def load_words(x_ptr, row, block0, m, K: tl.constexpr, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
-    """Words a and b [ROWS, BLOCKS, 4] of a tile of rows of K numbers that lie STRIDE apart; zeros outside of the row. Rows outside
-    read the last row."""
+    """Words a and b [ROWS, BLOCKS, 4] of a tile of rows of K numbers, STRIDE apart; zeros outside of the row. Rows outside read the
+    last row."""
     block = block0 + tl.arange(0, BLOCKS)[None, :, None]
     word = tl.minimum(row, m - 1).to(tl.int64)[:, None, None] * (STRIDE // 2) + block * 8 + tl.arange(0, 4)[None, None, :]
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
@@ -238,6 +238,18 @@ def row_maximum(pairs):
 
 
 @triton.jit
+def quantize_three(
+    a0, b0, a1, b1, a2, b2, row, m, out_ptr, outer_ptr, scale_ptr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EXPANDED: tl.constexpr,
+):  # fmt: skip
+    """Quantises rows that are three tiles long: 768, 1536, 6144, 12288 numbers."""
+    outer_max = row_maximum(_max_of_pairs(_max_of_pairs(larger_words(a0, b0), larger_words(a1, b1)), larger_words(a2, b2)))
+    quantize_words(a0, b0, outer_max, row, 0, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, False, EXPANDED)
+    quantize_words(a1, b1, outer_max, row, BLOCKS, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, False, EXPANDED)
+    quantize_words(a2, b2, outer_max, row, 2 * BLOCKS, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, False, EXPANDED)
+
+
+@triton.jit
 def quantize_kernel(
     x_ptr, given_ptr, m, out_ptr, outer_ptr, scale_ptr,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, GIVEN_ROWS: tl.constexpr, EXPANDED: tl.constexpr,
@@ -245,7 +257,12 @@ def quantize_kernel(
     """x [m, K] bfloat16; `given` are magnitude bits, one for GIVEN_ROWS rows (0: each row has its own largest magnitude)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     NUM_BLOCKS: tl.constexpr = K // 16
-    if BLOCKS >= NUM_BLOCKS:
+    if NUM_BLOCKS == 3 * BLOCKS and GIVEN_ROWS == 0:
+        a0, b0 = load_words(x_ptr, row, 0, m, K, BLOCKS, K)
+        a1, b1 = load_words(x_ptr, row, BLOCKS, m, K, BLOCKS, K)
+        a2, b2 = load_words(x_ptr, row, 2 * BLOCKS, m, K, BLOCKS, K)
+        quantize_three(a0, b0, a1, b1, a2, b2, row, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, EXPANDED)
+    elif BLOCKS >= NUM_BLOCKS:
         a, b = load_words(x_ptr, row, 0, m, K, BLOCKS, K)
         if GIVEN_ROWS == 0:
             outer_max = row_maximum(larger_words(a, b))
@@ -268,20 +285,23 @@ def quantize_kernel(
             )
 
 
-# Blocks of a program: one or two a thread. Longer rows come in tiles.
-_PROGRAM_BLOCKS = 256
-_LONGEST_TILE = 256
+# Blocks of 16 numbers in a program, and the most in a tile; up to four a thread. Longer rows come in several tiles.
+_PROGRAM_BLOCKS = 512
+_LONGEST_TILE = 512
 
 
-def row_tiling(k: int, *, read_twice: bool = True) -> dict:
+def row_tiling(k: int) -> dict:
     """How a program covers rows of k numbers: ROWS, BLOCKS (of 16, a tile) and num_warps.
 
-    `read_twice`: a row that is a few full tiles long is read twice, the second time from the cache, which is cheaper than idle
-    lanes, unless there is much to compute before a number can be quantised.
+    A tile is a power of two. A row of three times a power of two is three tiles, all in registers; one that is longer than a tile
+    is read twice, the second time from the cache; else lanes behind the row's end idle.
     """
     blocks = k // 16
-    power = blocks & -blocks
-    blocks = min(_LONGEST_TILE, power if read_twice and power >= 16 else triton.next_power_of_2(blocks))
+    third = blocks // 3
+    if blocks % 3 == 0 and third & (third - 1) == 0 and third <= 256:
+        rows = max(1, 128 // third)
+        return dict(ROWS=rows, BLOCKS=third, num_warps=max(1, rows * third // 32))
+    blocks = min(_LONGEST_TILE, triton.next_power_of_2(blocks))
     rows = max(1, _PROGRAM_BLOCKS // blocks)
     return dict(ROWS=rows, BLOCKS=blocks, num_warps=max(1, min(4, rows * blocks // 32)))
 

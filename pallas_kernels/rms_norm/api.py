@@ -61,8 +61,8 @@ def rms_norm_quantize(
     eps: float,
     implementation: str | None = None,
 ) -> nvfp4.ExpandedArray:
-    """``nvfp4.quantize_expanded(rms_norm(x, weight), rule)``, bit for bit; one kernel for bfloat16 rows of up to 8192 numbers by the
-    row-wise `fp8_exact` rule.
+    """``nvfp4.quantize_expanded(rms_norm(x, weight), rule)``, bit for bit; one kernel for bfloat16 rows of up to 8192 numbers by
+    the row-wise `fp8_exact` rule.
 
     Gradients do not flow through.
 

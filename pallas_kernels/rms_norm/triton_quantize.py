@@ -14,17 +14,16 @@ from pallas_kernels.nvfp4.triton_quantize import (
     quantize_words,
     row_launch,
     row_maximum,
-    row_tiling,
     tree_of_words,
 )
 from pallas_kernels.triton_numerics import ordered_sum, reciprocal_sqrt, separate_product
 
 
 @triton.jit
-def _weights(weight_ptr, offset, BLOCKS: tl.constexpr, K: tl.constexpr):
-    """[1, BLOCKS, 4] weights of one stream of words."""
-    index = tl.arange(0, BLOCKS)[None, :, None] * 16 + tl.arange(0, 4)[None, None, :] * 2 + offset
-    return tl.load(weight_ptr + index, mask=index < K, other=0.0)
+def _weights(weight_ptr, STREAM: tl.constexpr, BLOCKS: tl.constexpr, K: tl.constexpr):
+    """[1, BLOCKS, 4] weights of one of the four streams of words, which lie one behind the other."""
+    index = tl.arange(0, BLOCKS)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    return tl.load(weight_ptr + STREAM * (K // 4) + index, mask=index < K // 4, other=0.0)
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def rms_norm_quantize_kernel(
     x_ptr, weight_ptr, m, out_ptr, outer_ptr, scale_ptr,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EXPANDED: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """x [m, K] bfloat16, weight [K] float32; a program's tile holds whole rows."""
+    """x [m, K] bfloat16, weight [4, K / 4] float32: `streams` of the weight. A program's tile holds whole rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     a, b = load_words(x_ptr, row, 0, m, K, BLOCKS, K)
     a_even = low_value(a)
@@ -49,7 +48,7 @@ def rms_norm_quantize_kernel(
         a_even * inverse * _weights(weight_ptr, 0, BLOCKS, K), a_odd * inverse * _weights(weight_ptr, 1, BLOCKS, K)
     )
     b = bfloat16_pair(
-        b_even * inverse * _weights(weight_ptr, 8, BLOCKS, K), b_odd * inverse * _weights(weight_ptr, 9, BLOCKS, K)
+        b_even * inverse * _weights(weight_ptr, 2, BLOCKS, K), b_odd * inverse * _weights(weight_ptr, 3, BLOCKS, K)
     )
     outer_max = row_maximum(larger_words(a, b))
     quantize_words(a, b, outer_max, row, 0, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, False, EXPANDED)
@@ -59,14 +58,18 @@ LONGEST_ROW = 8192  # what a program can hold
 
 
 def rms_norm_quantize_launch(m: int, k: int, eps: float) -> gpu.Launch:
-    """Inputs: x [m, k] bfloat16, weight [k] float32, m. Outputs: E4M3 values [m, k] and outer scales [m]."""
+    """Inputs: x [m, k] bfloat16, `streams` of the weight [4, k / 4] float32, m. Outputs: E4M3 values [m, k] and outer scales [m]."""
     blocks = triton.next_power_of_2(k // 16)
-    tiling = row_tiling(k, read_twice=False)
-    if blocks > tiling["BLOCKS"]:
-        tiling = dict(ROWS=1, BLOCKS=blocks, num_warps=8)
+    rows = max(1, 256 // blocks)
+    tiling = dict(ROWS=rows, BLOCKS=blocks, num_warps=max(1, min(8, rows * blocks // 64)))
     return row_launch(rms_norm_quantize_kernel, m, k, tiling, dict(EXPANDED=True, EPS=eps))
+
+
+def streams(weight_D):
+    """The weight as threads hold numbers: [first or second 8 of a block, even or odd, block, word], as [4, D / 4]."""
+    return weight_D.reshape(-1, 2, 4, 2).transpose(1, 3, 0, 2).reshape(4, -1)
 
 
 def rms_norm_quantize(x_MD, weight_D, *, eps) -> ExpandedArray:
     m, k = x_MD.shape
-    return ExpandedArray(*gpu.run(rms_norm_quantize_launch(m, k, eps), x_MD, weight_D, m))
+    return ExpandedArray(*gpu.run(rms_norm_quantize_launch(m, k, eps), x_MD, streams(weight_D), m))

@@ -50,7 +50,8 @@ _silu_mul.defvjp(_forward, _backward)
 def silu_mul_quantize(
     gate_up: Float[Array, "M F2"], rule: nvfp4.ScaleRule, *, implementation: str | None = None
 ) -> nvfp4.ExpandedArray:
-    """``nvfp4.quantize_expanded(silu_mul(gate_up), rule)``, bit for bit; one kernel for bfloat16 by the row-wise `fp8_exact` rule.
+    """``nvfp4.quantize_expanded(silu_mul(gate_up), rule)``, bit for bit; one kernel for bfloat16 by the row-wise `fp8_exact`
+    rule.
 
     Gradients do not flow through.
 

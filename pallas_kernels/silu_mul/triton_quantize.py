@@ -11,6 +11,7 @@ from pallas_kernels.nvfp4.triton_quantize import (
     larger_words,
     load_words,
     low_value,
+    quantize_three,
     quantize_words,
     row_launch,
     row_maximum,
@@ -39,7 +40,12 @@ def silu_mul_quantize_kernel(
     """x [m, 2 K] bfloat16, gates first."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     NUM_BLOCKS: tl.constexpr = K // 16
-    if BLOCKS >= NUM_BLOCKS:
+    if NUM_BLOCKS == 3 * BLOCKS:
+        a0, b0 = _tile(x_ptr, row, 0, m, K, BLOCKS)
+        a1, b1 = _tile(x_ptr, row, BLOCKS, m, K, BLOCKS)
+        a2, b2 = _tile(x_ptr, row, 2 * BLOCKS, m, K, BLOCKS)
+        quantize_three(a0, b0, a1, b1, a2, b2, row, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, EXPANDED)
+    elif BLOCKS >= NUM_BLOCKS:
         a, b = _tile(x_ptr, row, 0, m, K, BLOCKS)
         outer_max = row_maximum(larger_words(a, b))
         quantize_words(a, b, outer_max, row, 0, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, False, EXPANDED)
@@ -55,7 +61,7 @@ def silu_mul_quantize_kernel(
 
 def silu_mul_quantize_launch(m: int, k: int) -> gpu.Launch:
     """Inputs: gate_up [m, 2 k] bfloat16, m. Outputs: E4M3 values [m, k] and outer scales [m]."""
-    return row_launch(silu_mul_quantize_kernel, m, k, row_tiling(k, read_twice=False), dict(EXPANDED=True))
+    return row_launch(silu_mul_quantize_kernel, m, k, row_tiling(k), dict(EXPANDED=True))
 
 
 def silu_mul_quantize(gate_up_MF) -> ExpandedArray:

@@ -23,7 +23,7 @@ def _gradient(implementation):
 
 def _inputs(num_rows, vocab_size, width, hot=0.3):
     rng = np.random.default_rng(num_rows)
-    tokens = np.where(rng.random(num_rows) < hot, 3, rng.integers(0, vocab_size, num_rows))
+    tokens = np.where(rng.random(num_rows) < hot, 3, rng.integers(0, vocab_size - vocab_size // 5, num_rows))
     g = jnp.asarray(rng.standard_normal((num_rows, width)), jnp.bfloat16)
     return jnp.asarray(tokens, jnp.int32), jnp.zeros((vocab_size, width), jnp.bfloat16), g
 

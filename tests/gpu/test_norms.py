@@ -74,8 +74,12 @@ def test_gradient_of_the_norms_weight_has_the_references_bits(width):
     weight = jnp.linspace(0.5, 2, width)
 
     def gradient(implementation, num_rows):
-        op = lambda weight: rms_norm(x[:num_rows], weight, eps=1e-6, implementation=implementation)  # noqa: E731
-        return np.asarray(jax.jit(lambda weight: jax.vjp(op, weight)[1](x[:num_rows])[0])(weight))
+        @jax.jit
+        def run(rows, weight):  # arguments: constants would be folded, with roundings of their own
+            op = lambda weight: rms_norm(rows, weight, eps=1e-6, implementation=implementation)  # noqa: E731
+            return jax.vjp(op, weight)[1](rows)[0]
+
+        return np.asarray(run(x[:num_rows], weight))
 
     for num_rows in (1, 33, _ROWS):
         np.testing.assert_array_equal(gradient("triton", num_rows), gradient("reference", num_rows))

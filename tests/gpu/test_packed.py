@@ -53,7 +53,8 @@ def _packed(x, w, sizes, inner, **options):
 def _many_rows(x, w, sizes, **options):
     from pallas_kernels.grouped_matmul import triton
 
-    return triton.grouped_matmul(x, w, jnp.asarray(sizes, jnp.int32), **options)
+    inner = "fp8" if w.fp8_exact else "bf16"
+    return triton.grouped_matmul(_expand(x, inner), _expand(w, inner), jnp.asarray(sizes, jnp.int32), **options)
 
 
 def _same(a, b):
@@ -101,11 +102,11 @@ def test_bits_do_not_depend_on_the_tiles(inner):
 
     x, w = _operands(inner, 257, 200, 768, E=8)
     first = _packed(x, w, SIZES["hot"], inner, out_dtype=jnp.float32)
-    for features, tokens, unroll, warps, stages in (
-        (64, 16, 1, 4, 3), (64, 16, 4, 4, 2), (128, 16, 1, 4, 3), (128, 16, 2, 8, 4), (64, 32, 1, 4, 3), (64, 64, 2, 4, 3),
-        (128, 64, 1, 8, 3), (64, 128, 1, 4, 3),
+    for features, tokens, depth, unroll, warps, stages in (
+        (64, 16, 128, 1, 4, 3), (64, 16, 256, 1, 4, 3), (64, 16, 128, 4, 4, 2), (128, 16, 256, 1, 4, 3), (128, 16, 128, 2, 8, 4),
+        (64, 32, 64, 1, 4, 3), (64, 64, 128, 2, 4, 3), (128, 64, 128, 1, 8, 3), (64, 128, 128, 1, 4, 3),
     ):  # fmt: skip
-        tiles = Tiles(BLOCK_FEATURES=features, BLOCK_TOKENS=tokens, UNROLL=unroll, num_warps=warps, num_stages=stages)
+        tiles = Tiles(features, tokens, depth, unroll, num_warps=warps, num_stages=stages)
         _same(_packed(x, w, SIZES["hot"], inner, out_dtype=jnp.float32, tiles=tiles), first)
 
 

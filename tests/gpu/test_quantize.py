@@ -7,6 +7,8 @@ import pytest
 
 from pallas_kernels import nvfp4
 from pallas_kernels.nvfp4 import ScaleRule
+from pallas_kernels.rms_norm import rms_norm, rms_norm_quantize
+from pallas_kernels.silu_mul import silu_mul, silu_mul_quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -131,3 +133,20 @@ def test_forty_runs():
     first = run(x)
     for _ in range(40):
         _assert_equal(run(x), first)
+
+
+@pytest.mark.parametrize("k", [16, 80, 768, 2048, 12288])
+def test_gate_and_quantise_in_one_kernel(k):
+    x = _data(130, 2 * k, jnp.bfloat16)
+    fused = silu_mul_quantize(x, RULES["fp8_exact"])
+    _assert_equal(fused, nvfp4.quantize_expanded(silu_mul(x), RULES["fp8_exact"]))
+    _assert_equal(fused, jax.jit(lambda x: silu_mul_quantize(x, RULES["fp8_exact"], implementation="reference"))(x))
+
+
+@pytest.mark.parametrize("k", [16, 80, 768, 2048, 4096, 12288])
+def test_norm_and_quantise_in_one_kernel(k):
+    x, weight = _data(130, k, jnp.bfloat16), _data(1, k, jnp.float32, seed=5)[0]
+    fused = rms_norm_quantize(x, weight, RULES["fp8_exact"], eps=1e-6)
+    _assert_equal(fused, nvfp4.quantize_expanded(rms_norm(x, weight, eps=1e-6), RULES["fp8_exact"]))
+    reference = jax.jit(lambda x: rms_norm_quantize(x, weight, RULES["fp8_exact"], eps=1e-6, implementation="reference"))
+    _assert_equal(fused, reference(x))

@@ -138,7 +138,7 @@ def _interpreted():
         yield _case("bf16", name, Tiles(BLOCK_TOKENS=32, UNROLL=1))
     _model_the_native_instruction()
     for name in ("dense", "grouped", "deep"):
-        yield _case("native", name, Tiles(BLOCK_FEATURES=128, UNROLL=1))
+        yield _case("native", name, Tiles(BLOCK_FEATURES=128, BLOCK_K=256, UNROLL=1))
 
 
 def _interpret(launch, inputs, expected) -> int:
