@@ -98,7 +98,7 @@ class Run:
         self.writer = make_writer(
             self.workdir, resume_step=self.step if self.resumed else None, tensorboard=self.config.tensorboard
         )
-        _write_json(self.workdir / "config.json", to_plain(self.config))
+        write_json(self.workdir / "config.json", to_plain(self.config))
         self.console = Console(total=self.config.sft.steps + self.config.rl.steps)
         self.console.describe(self.setup, self.workdir, self.step if self.resumed else None)
         self.policy = _pack(self.state.train.params, self.setup.model, self.setup.recipe)
@@ -241,7 +241,8 @@ def _short(evaluation: dict) -> str:
     return ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items())
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
+    """Writes a file under a temporary name and then renames it, so that it is whole or not there."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(unfinished, path)
