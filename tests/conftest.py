@@ -10,6 +10,7 @@ install_import_hook(["minite_jax", "pallas_kernels"], "beartype.beartype")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): as pytest-xdist knows it; here for runs without that plugin")
     wants_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
     settings = {"JAX_NUMPY_RANK_PROMOTION": "raise"}
     if not wants_gpu:
@@ -23,3 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if not wants_gpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 2)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup`` one process takes a whole file, unless its tests are grouped otherwise: a file's tests share what
+    they compile.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -42,7 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "worlds(*names, slow=()): the worlds that the test's `world` takes in turn; those in `slow` are slow tests"
     )
-    config.addinivalue_line("markers", "xdist_group(name): as pytest-xdist knows it; here for runs without that plugin")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
