@@ -4,8 +4,9 @@
 
 For each seed: one warm-up; from it GRPO with the task's reward; GRPO with a coin for a reward (the control: what the optimiser
 does to the mixture of styles without any signal); and supervised training for as many updates on as many sequences. Finished
-runs and their evaluations (`evaluation.json` of each run) are kept, so an interrupted study goes on where it stopped, and several
-processes can share a workdir if their seeds differ. Writes quickstart_seeds.json, from which `experiments.tables` makes the table.
+runs and their evaluations (`evaluation.json` of each) are kept, so an interrupted study goes on where it stopped, and several
+processes can share a workdir if their seeds differ. Writes quickstart_seeds.json, from which `experiments.tables` makes the
+table.
 """
 
 import json
