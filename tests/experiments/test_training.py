@@ -146,8 +146,8 @@ def test_a_wrong_value_is_one_line_and_nothing_is_written(tmp_path, section, fie
 
 def test_a_checkpoint_of_another_config_is_refused(kind, finished):
     config = _config(kind)
-    config.model.hidden_size = 64
-    with pytest.raises(checkpoint.CheckpointError, match="hidden_size"):
+    config.model.rope_theta = 1e5
+    with pytest.raises(checkpoint.CheckpointError, match="rope_theta"):
         Run(config, finished[0])
 
 
