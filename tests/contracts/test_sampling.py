@@ -120,8 +120,8 @@ IM_END, END_OF_TEXT, LAST_ID = -291, -293, -1
 CHAINS = ((14, 15, 16, IM_END), (24, 25, 26, END_OF_TEXT), (34, 35, 36, 37, 38), (44, IM_END), (END_OF_TEXT, 45, LAST_ID, 46))
 
 
-def chain_policy(vocabulary):
-    """Each token of a chain is followed by the next with probability about 0.9 or more."""
+def chain_policy(vocabulary, peak):
+    """The token that follows in a chain has the logit `peak`, all others 0: probability about 0.9."""
     config = tiny_dense(
         vocab_size=vocabulary, hidden_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
         intermediate_size=16, num_hidden_layers=1, tie_word_embeddings=False,
@@ -134,16 +134,16 @@ def chain_policy(vocabulary):
     assert len(steps) <= 16
     for axis, (token, following) in enumerate(steps):
         embed[token, axis] = 1.0
-        head[following, axis] = 14 / 4  # the norm makes the 1 a 4
+        head[following, axis] = peak / 4  # the norm makes the 1 a 4
     return mt.prepare(
         params | {"layers": (silent,), "embed": jnp.asarray(embed), "lm_head": jnp.asarray(head)}, config, mt.recipe("bf16")
     )
 
 
-@pytest.mark.parametrize("vocabulary", [512, pytest.param(REAL_VOCABULARY, marks=pytest.mark.slow)])
-def test_where_completions_end(vocabulary, assert_same_bits):
+@pytest.mark.parametrize(("vocabulary", "peak"), [(512, 8.25), pytest.param(REAL_VOCABULARY, 14.0, marks=pytest.mark.slow)])
+def test_where_completions_end(vocabulary, peak, assert_same_bits):
     """Stop by either id, by length, at the first token; a stop id in the prompt; an id beyond the tokenizer's last."""
-    policy = chain_policy(vocabulary)
+    policy = chain_policy(vocabulary, peak)
     im_end, end_of_text, last_id = (vocabulary + i for i in (IM_END, END_OF_TEXT, LAST_ID))
     sampling = mt.SamplingParams(temperature=0.0, max_tokens=4, stop_ids=(im_end, end_of_text))
     prompts = [[14], [24], [34], [44], [5, end_of_text]]
@@ -157,9 +157,9 @@ def test_where_completions_end(vocabulary, assert_same_bits):
     np.testing.assert_array_equal(mask, np.arange(4)[None, :] < mask.sum(1)[:, None])
 
     log_probs = np.asarray(rollouts.log_probs)
-    # e^14 against all others at e^0: -0.1189 in the real vocabulary. No placeholder zeros inside the mask, zeros outside.
+    # e^peak against all others at e^0: -0.1189 in the real vocabulary. No placeholder zeros inside the mask, zeros outside.
     following = np.arange(4)[None, :] < np.array([3, 3, 4, 1, 3])[:, None]
-    np.testing.assert_allclose(log_probs[following], 14 - np.log(np.exp(14) + vocabulary - 1), rtol=1e-4)
+    np.testing.assert_allclose(log_probs[following], peak - np.log(np.exp(peak) + vocabulary - 1), rtol=1e-4)
     assert (log_probs[~mask] == 0).all()
 
     # The learner normalises over the same padded vocabulary.
