@@ -12,10 +12,10 @@ quickstart: $(VENV)/installed-experiments
 	  --config.init_from=runs/quickstart --config.sft.steps=0 --config.sampler.engine=naive --config.plot_beside=runs/quickstart
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-all: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

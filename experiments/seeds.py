@@ -4,21 +4,24 @@
 
 For each seed: one warm-up; from it GRPO with the task's reward; GRPO with a coin for a reward (the control: what the optimiser
 does to the mixture of styles without any signal); and supervised training for as many updates on as many sequences. Finished
-runs are kept, so an interrupted study goes on where it stopped, and several processes can share a workdir if their seeds
-differ. Writes quickstart_seeds.json, from which `experiments.tables` makes the table.
+runs and their evaluations (`evaluation.json` of each) are kept, so an interrupted study goes on where it stopped, and several
+processes can share a workdir if their seeds differ. Writes quickstart_seeds.json, from which `experiments.tables` makes the
+table.
 """
 
+import json
 from pathlib import Path
 
 from absl import flags
 
 from experiments import cli
-from experiments.training import Run
+from experiments.training import Run, write_json
+from minite_jax.checkpoint.config import to_plain
 from minite_jax.errors import UserError
 from minite_jax.metrics import names
 from minite_jax.metrics.provenance import provenance
 from minite_jax.metrics.results import write_results
-from minite_jax.metrics.writer import read_metrics
+from minite_jax.metrics.writer import decode_scalar, encode_scalar, read_metrics
 
 _CONFIG = cli.config_flag()
 _WORKDIR = cli.workdir_flag()
@@ -66,21 +69,45 @@ def arm_config(config, arm: str, seed: int, warmup: Path):
     return config
 
 
-def run_seed(config, seed: int, workdir: Path) -> None:
-    """All runs of one seed; each goes on where it stopped, and a finished one does nothing."""
+def run_seed(config, seed: int, workdir: Path) -> dict[str, dict]:
+    """All runs of one seed: "warmup" and each of `ARMS` with its final held-out evaluation. Each run goes on where it stopped."""
     warmup = workdir / f"seed{seed}" / "warmup_run"
-    for arm in ("warmup", *ARMS):
-        Run(arm_config(config, arm, seed, warmup), warmup if arm == "warmup" else workdir / f"seed{seed}" / arm)()
+    return {
+        arm: run_once(arm_config(config, arm, seed, warmup), warmup if arm == "warmup" else workdir / f"seed{seed}" / arm)
+        for arm in ("warmup", *ARMS)
+    }
 
 
-def summarize(seed: int, workdir: Path) -> list[dict]:
-    """One row per arm, from the metrics files alone."""
-    before = _last_evaluation(workdir / f"seed{seed}" / "warmup_run")
+def run_once(config, folder: Path) -> dict:
+    """Runs to the end and returns the final held-out evaluation, which is kept in the folder for the next call.
+
+    It is reused for the very configuration that it was made with. Under any other, the run itself decides: it goes on, evaluates
+    anew, or refuses.
+
+    Raises:
+      UserError: a kept evaluation cannot be read.
+    """
+    kept, plain = folder / "evaluation.json", to_plain(config)
+    if kept.exists():
+        try:
+            content = json.loads(kept.read_text())
+            if content["config"] == plain:
+                return {name: decode_scalar(value) for name, value in content["evaluation"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{kept} is not what was written: delete it, and the run is evaluated again") from None
+    evaluation = Run(config, folder)()
+    encoded = {name: encode_scalar(value) for name, value in evaluation.items()}
+    write_json(kept, {"config": plain, "evaluation": encoded})
+    return evaluation
+
+
+def summarize(seed: int, evaluations: dict[str, dict], workdir: Path) -> list[dict]:
+    """One row per arm, from what `run_seed` returned and the metrics files."""
+    before = evaluations["warmup"]
     rows = []
     for arm, label in ARMS.items():
-        folder = workdir / f"seed{seed}" / arm
-        after = _last_evaluation(folder)
-        gaps = [row for row in read_metrics(folder) if names.GAP_MAX in row]
+        after = evaluations[arm]
+        gaps = [row for row in read_metrics(workdir / f"seed{seed}" / arm) if names.GAP_MAX in row]
         rows.append(
             {
                 "seed": str(seed),
@@ -99,13 +126,6 @@ def summarize(seed: int, workdir: Path) -> list[dict]:
     return rows
 
 
-def _last_evaluation(folder: Path) -> dict:
-    rows = [row for row in read_metrics(folder) if names.ACCURACY_SAMPLED in row]
-    if not rows:
-        raise UserError(f"{folder} has no evaluation: run the study for this seed first")
-    return rows[-1]
-
-
 def main(argv):
     del argv
     workdir = Path(_WORKDIR.value)
@@ -113,11 +133,10 @@ def main(argv):
         seeds = [int(seed) for seed in _SEEDS.value]
     except ValueError:
         raise UserError(f"--seeds={','.join(_SEEDS.value)}: give whole numbers separated by commas") from None
-    for seed in seeds:
-        run_seed(_CONFIG.value, seed, workdir)
+    evaluations = {seed: run_seed(_CONFIG.value, seed, workdir) for seed in seeds}
     if _RESULTS.value is None:
         return
-    rows = [row for seed in seeds for row in summarize(seed, workdir)]
+    rows = [row for seed in seeds for row in summarize(seed, evaluations[seed], workdir)]
     write_results(
         Path(_RESULTS.value) / "quickstart_seeds.json",
         name="quickstart_seeds",

@@ -70,7 +70,7 @@ class Run:
         self.workdir = Path(workdir)
         self.setup: Setup = build(config)
         self.key = jax.random.key(config.seed)
-        self.state = self._first_state()
+        self.state = _committed(self._first_state())
         self.resumed = checkpoint.latest_step(self.workdir) is not None
         if self.resumed:
             self.state = checkpoint.restore(self.workdir, self.state, config, may_differ=_MAY_CHANGE_ON_RESUME)
@@ -86,7 +86,9 @@ class Run:
         warm = checkpoint.restore(folder / "warmup", self.state, self.config, may_differ=_MAY_DIFFER_FROM_WARMUP)
         # Supervised training goes on with a fresh optimiser; with no supervised steps, reinforcement learning begins.
         restarted = init_state(warm.train.params, self.setup.sft_optimizer)
-        self.state = RunState(train=restarted.replace(step=warm.train.step), phase=jnp.int32(SFT), phase_step=jnp.int32(0))
+        self.state = _committed(
+            RunState(train=restarted.replace(step=warm.train.step), phase=jnp.int32(SFT), phase_step=jnp.int32(0))
+        )
 
     @property
     def step(self) -> int:
@@ -98,7 +100,7 @@ class Run:
         self.writer = make_writer(
             self.workdir, resume_step=self.step if self.resumed else None, tensorboard=self.config.tensorboard
         )
-        _write_json(self.workdir / "config.json", to_plain(self.config))
+        write_json(self.workdir / "config.json", to_plain(self.config))
         self.console = Console(total=self.config.sft.steps + self.config.rl.steps)
         self.console.describe(self.setup, self.workdir, self.step if self.resumed else None)
         self.policy = _pack(self.state.train.params, self.setup.model, self.setup.recipe)
@@ -149,7 +151,9 @@ class Run:
             checkpoint.save(self.workdir / "warmup", self.step, self.state, self.config, keep=1)
         if self.config.rl.steps:
             fresh = init_state(self.state.train.params, self.setup.rl_optimizer)
-            self.state = RunState(train=fresh.replace(step=self.state.train.step), phase=jnp.int32(RL), phase_step=jnp.int32(0))
+            self.state = _committed(
+                RunState(train=fresh.replace(step=self.state.train.step), phase=jnp.int32(RL), phase_step=jnp.int32(0))
+            )
 
     def _at_warmup_end(self) -> bool:
         """Whether the warm-up has done its steps, or a whole extension of them."""
@@ -237,11 +241,20 @@ class Run:
             checkpoint.save(self.workdir, self.step, self.state, self.config, keep=self.config.checkpoint.keep)
 
 
+def _committed(state: RunState) -> RunState:
+    """The same arrays, bound to the devices that they lie on, as those of a restored checkpoint are.
+
+    jax compiles anew for arrays that differ in this: a study of fresh and restored runs would compile every program twice.
+    """
+    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
+
+
 def _short(evaluation: dict) -> str:
     return ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items())
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
+    """Writes a file under a temporary name and then renames it, so that it is whole or not there."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(unfinished, path)

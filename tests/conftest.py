@@ -18,6 +18,7 @@ install_import_hook(["minite_jax", *_CHECKED], "beartype.beartype")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): as pytest-xdist knows it; here for runs without that plugin")
     wants_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
     settings = {"JAX_NUMPY_RANK_PROMOTION": "raise"}
     if not wants_gpu:
@@ -39,3 +40,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if jax.default_backend() != "gpu":
             pytest.skip("needs a GPU, and JAX sees none")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup`` one process takes a whole file, unless its tests are grouped otherwise: a file's tests share what
+    they compile. Tests with a group of their own come first: those groups take longest, and the short ones then fill the gaps.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -211,8 +211,8 @@ def quantize_words(
 
 @triton.jit
 def load_words(x_ptr, row, block0, m, K: tl.constexpr, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
-    """Words a and b [ROWS, BLOCKS, 4] of a tile of rows of K numbers, STRIDE apart; zeros outside of the row. Rows outside read the
-    last row."""
+    """Words a and b [ROWS, BLOCKS, 4] of a tile of rows of K numbers, STRIDE apart; zeros outside of the row. Rows outside
+    read the last one."""
     block = block0 + tl.arange(0, BLOCKS)[None, :, None]
     word = tl.minimum(row, m - 1).to(tl.int64)[:, None, None] * (STRIDE // 2) + block * 8 + tl.arange(0, 4)[None, None, :]
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32))

@@ -58,7 +58,7 @@ LONGEST_ROW = 8192  # what a program can hold
 
 
 def rms_norm_quantize_launch(m: int, k: int, eps: float) -> gpu.Launch:
-    """Inputs: x [m, k] bfloat16, `streams` of the weight [4, k / 4] float32, m. Outputs: E4M3 values [m, k] and outer scales [m]."""
+    """Inputs: x [m, k] bfloat16, `streams` of the weight [4, k / 4] float32, m. Outputs: E4M3 values [m, k], outer scales [m]."""
     blocks = triton.next_power_of_2(k // 16)
     rows = max(1, 256 // blocks)
     tiling = dict(ROWS=rows, BLOCKS=blocks, num_warps=max(1, min(8, rows * blocks // 64)))

@@ -62,6 +62,7 @@ def test_truncation_keeps_the_most_probable(top_k, top_p, kept):
     np.testing.assert_array_equal(truncated_BV[0, jnp.asarray(kept)], (logits_BV / 2.0)[0, jnp.asarray(kept)])
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_aligned_policys_choice_for_most_tokens():
     """Bfloat16 logits of the two differ by about 0.01, the two largest of 32 by about 0.4: few choices differ."""
     sampling = mt.SamplingParams(n=1, max_tokens=6, temperature=0.0)
@@ -100,7 +101,9 @@ def test_gap_to_the_aligned_policy_is_above_zero_and_bounded():
     assert gap["train_rollout_logprob_abs_diff/exact_fraction"] < 0.1
 
 
-@pytest.mark.parametrize(("engine", "depends"), [(_naive, True), (_aligned, False)], ids=["naive", "aligned"])
+@pytest.mark.parametrize(
+    ("engine", "depends"), [(_naive, True), pytest.param(_aligned, False, marks=pytest.mark.slow)], ids=["naive", "aligned"]
+)
 def test_only_the_naive_engine_feels_a_neighbour(engine, depends):
     """Another first prompt, of another length: do the other prompts' rollouts change?"""
     before = engine(_DENSE, "nvfp4", _SAMPLING)

@@ -42,7 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "worlds(*names, slow=()): the worlds that the test's `world` takes in turn; those in `slow` are slow tests"
     )
-    config.addinivalue_line("markers", "xdist_group(name): as pytest-xdist knows it; here for runs without that plugin")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -113,8 +112,12 @@ class World:
         """A state that an update may donate."""
         return init_state(jax.tree.map(jnp.copy, params or self.params), self.optimizer)
 
-    @functools.cache  # noqa: B019  (a world lives as long as the process)
     def update(self, micro_batches: int = 1, remat: bool = False):
+        return self._update(micro_batches, remat)
+
+    # Positional arguments alone: `update()` and `update(1, False)` would be two entries, each compiled.
+    @functools.cache  # noqa: B019  (a world lives as long as the process)
+    def _update(self, micro_batches, remat):
         return make_update(
             self.optimizer,
             lambda log_probs, batch: grpo_loss(log_probs, batch.sampler_log_probs, batch.advantages),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-each_world = pytest.mark.worlds("moe_nvfp4", "moe_bf16", "dense_nvfp4")
+each_world = pytest.mark.worlds("moe_nvfp4", "dense_nvfp4", slow=("moe_bf16",))
 
 ALONE_SLOTS = 40  # another length than the batch has
 
@@ -50,7 +50,7 @@ def _neighbours_of(tokens, kept, loud):
 
 
 @pytest.mark.parametrize("factor", [1e4, float("nan")])
-@pytest.mark.worlds("moe_nvfp4", "moe_bf16", "moe_experts")
+@pytest.mark.worlds("moe_nvfp4", slow=("moe_bf16", "moe_experts"))
 def test_outlier_and_nan_neighbours_change_nothing(world, factor, assert_same_bits):
     tokens, _, _ = world.sequences
     loud = next(token for token in range(world.config.vocab_size) if token not in tokens)

@@ -12,7 +12,7 @@ BATCH_SHAPE = (20, 32)  # that of the worlds' rollouts, so that the compiled pro
 GAP = "train_rollout_logprob_abs_diff"
 
 
-@pytest.mark.worlds("moe_nvfp4", "moe_bf16", "dense_nvfp4", slow=("moe_experts",))
+@pytest.mark.worlds("moe_nvfp4", "dense_nvfp4", slow=("moe_bf16", "moe_experts"))
 def test_the_gap_of_the_first_update_is_exactly_zero(world):
     """Log-probs of cached one-token decode against those of the `value_and_grad` call of the update."""
     _, metrics = world.gradients()
@@ -69,25 +69,31 @@ def test_gradients_repeat_bit_for_bit(world, assert_same_bits):
         assert metrics_again == metrics
 
 
+each_split = pytest.mark.parametrize(("micro_batches", "remat"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)])
+
+
+@each_split
 @pytest.mark.worlds("dense_nvfp4")
-def test_micro_batches_and_remat_give_the_same_gradient_up_to_rounding(world):
+def test_micro_batches_and_remat_give_the_same_gradient_up_to_rounding(world, micro_batches, remat):
     whole, _ = world.gradients()
-    for split in ((2, True), (4, False)):
-        parts, _ = world.gradients(micro_batches=split[0], remat=split[1])
-        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
-            # Sums of another shape differ in their last bits, and where a gradient is then rounded to bfloat16 a few fall on the
-            # other side: one unit in the last place, at most 2^-7 of the number.
-            np.testing.assert_allclose(a, b, atol=2**-7 * float(jnp.abs(a).max()), rtol=0)
+    parts, _ = world.gradients(micro_batches=micro_batches, remat=remat)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        # Sums of another shape differ in their last bits, and where a gradient is then rounded to bfloat16 a few fall on the
+        # other side: one unit in the last place, at most 2^-7 of the number.
+        np.testing.assert_allclose(a, b, atol=2**-7 * float(jnp.abs(a).max()), rtol=0)
 
 
+@each_split
 @pytest.mark.worlds("dense_nvfp4")
-def test_a_masked_micro_batch_does_not_change_the_others(world, assert_same_bits):
-    """S04: rows 5..9 are masked; what they hold is nothing to the gradient."""
+def test_a_masked_micro_batch_does_not_change_the_others(world, micro_batches, remat, assert_same_bits):
+    """S04: the second micro-batch is masked; what it holds is nothing to the gradient."""
     batch = world.batch()
-    batch = batch.replace(mask=batch.mask.at[5:10].set(False))
-    gradients, metrics = world.gradients(batch, micro_batches=4)
-    other = batch.replace(tokens=batch.tokens.at[5:10].set(jnp.flip(batch.tokens[5:10], axis=1)))
-    other_gradients, other_metrics = world.gradients(other, micro_batches=4)
+    size = len(batch.tokens) // micro_batches
+    masked = slice(size, 2 * size)
+    batch = batch.replace(mask=batch.mask.at[masked].set(False))
+    gradients, metrics = world.gradients(batch, micro_batches=micro_batches, remat=remat)
+    other = batch.replace(tokens=batch.tokens.at[masked].set(jnp.flip(batch.tokens[masked], axis=1)))
+    other_gradients, other_metrics = world.gradients(other, micro_batches=micro_batches, remat=remat)
     assert_same_bits(other_gradients, gradients)
     assert other_metrics == metrics
     assert metrics["tokens_compared"] == np.asarray(batch.mask).sum() and metrics[f"{GAP}/exact_fraction"] == 1

@@ -72,26 +72,31 @@ def _modules_with_row_tiles():
                 yield module
 
 
-@pytest.mark.worlds("moe_bf16")
-def test_a_sampler_without_fixed_reductions_shows(world, monkeypatch):
-    """The same operations on the same weights, but each on all rows at once and with XLA's own sums, in the sampler only."""
-    tiled = []
+@pytest.mark.parametrize("in_tiles", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.worlds("dense_fp32", slow=("moe_bf16",))
+def test_a_sampler_without_fixed_reductions_shows(world, in_tiles, monkeypatch):
+    """The same operations on the same weights, but with XLA's own sums (and each on all rows at once), in the sampler only."""
+    replaced = []
     for module in _modules_with_row_tiles():
-        monkeypatch.setattr(module, "map_row_tiles", lambda body, rows: tiled.append(body) or body(rows))
+        if not in_tiles:
+            monkeypatch.setattr(module, "map_row_tiles", lambda body, rows: body(rows))
         if hasattr(module, "ordered_sum"):
-            monkeypatch.setattr(module, "ordered_sum", lambda x, axis=-1: jnp.sum(x.astype(jnp.float32), axis=axis))
+            own_sum = lambda x, axis=-1: replaced.append(x) or jnp.sum(x.astype(jnp.float32), axis=axis)  # noqa: E731
+            monkeypatch.setattr(module, "ordered_sum", own_sum)
     tokens, lengths = sampling.pad_prompts(world.prompts, world.config.vocab_size)
     free = jax.jit(sampling.generate.__wrapped__, static_argnames="params")  # a program of its own, traced here
     ids = jnp.arange(len(tokens), dtype=jnp.uint32)
     rollouts = free(world.policy, jnp.asarray(tokens), jnp.asarray(lengths), ids, jax.random.key(0), world.sampling)
     monkeypatch.undo()
-    assert len(tiled) > 20  # every operation of both passes
+    assert len(replaced) >= 16  # five norms and the three sums of attention in both passes; and those of the log-probs
 
-    _, metrics = world.gradients(world.batch(rollouts))
+    batch = world.batch(rollouts)
+    _, metrics = world.gradients(batch)
     assert 0 < metrics[f"{GAP}/max"] < 0.1  # the same function, but for rounding
     assert metrics[f"{GAP}/exact_fraction"] < 1
     # And the learner itself is as it was.
-    assert world.gradients()[1][f"{GAP}/max"] == 0
+    _, metrics = world.gradients(batch.replace(sampler_log_probs=jnp.asarray(world.score(batch.tokens))))
+    assert metrics[f"{GAP}/max"] == 0 and metrics[f"{GAP}/exact_fraction"] == 1
 
 
 @pytest.mark.worlds("dense_te")

@@ -14,7 +14,7 @@ from minite_jax.sampler import FINISH_LENGTH, FINISH_STOP
 from pallas_kernels.log_prob import Truncation
 
 
-@pytest.mark.worlds("moe_nvfp4", "moe_bf16", "dense_nvfp4", slow=("moe_experts",))
+@pytest.mark.worlds("moe_nvfp4", "dense_nvfp4", slow=("moe_bf16", "moe_experts"))
 def test_the_learner_scores_what_the_sampler_said(world, assert_same_bits):
     tokens, mask, log_probs = world.sequences
     assert mask.sum() == np.asarray(world.rollouts.mask).sum() > 60
@@ -23,13 +23,16 @@ def test_the_learner_scores_what_the_sampler_said(world, assert_same_bits):
 
 
 TRUNCATIONS = {
+    "all_three": Truncation(temperature=0.7, top_k=40, top_p=0.9),
     "cool_top_k": Truncation(temperature=0.7, top_k=20),
     "top_p": Truncation(top_p=0.9),
     "greedy": Truncation(temperature=0.0),
 }
 
 
-@pytest.mark.parametrize("name", TRUNCATIONS)
+@pytest.mark.parametrize(
+    "name", [name if name == "all_three" else pytest.param(name, marks=pytest.mark.slow) for name in TRUNCATIONS]
+)
 @pytest.mark.worlds("dense_nvfp4")
 def test_the_learner_shares_the_samplers_convention(world, name, assert_same_bits):
     truncation = TRUNCATIONS[name]
@@ -54,8 +57,19 @@ def _completions(rollouts, rows):
     return jax.tree.map(lambda x: x[rows], (rollouts.tokens, rollouts.log_probs, rollouts.mask, rollouts.finish_reason))
 
 
-@pytest.mark.worlds("moe_bf16")
+@pytest.mark.worlds("moe_nvfp4", "dense_nvfp4", slow=("moe_bf16",))
 def test_a_request_does_not_feel_who_joins(world, assert_same_bits):
+    """Prompt 3 under its request id, at another place and among other prompts under other ids."""
+    n = world.sampling.n
+    prompts = [[7] * 17, world.prompts[3], [200, 3], world.prompts[0], [9] * 12]
+    others = mt.sample(world.policy, prompts, world.sampling, key=jax.random.key(0), request_ids=[10, 3, 11, 12, 13])
+    assert_same_bits(_completions(others, slice(n, 2 * n)), _completions(world.rollouts, slice(3 * n, 4 * n)))
+    # Prompt 0 has another id here, and so other tokens.
+    assert others.completions()[3 * n : 4 * n] != world.rollouts.completions()[:n]
+
+
+@pytest.mark.worlds(slow=("moe_bf16",))
+def test_a_request_alone_is_the_request_in_a_batch(world, assert_same_bits):
     """Prompt 3 sampled alone (another batch, other padding) under its request id."""
     alone = mt.sample(world.policy, [world.prompts[3]], world.sampling, key=jax.random.key(0), request_ids=[3])
     n = world.sampling.n
@@ -101,53 +115,56 @@ def test_stop_tokens_in_a_prompt_do_not_stop_and_are_attended(world):
 # A language model of known answers: attention and MLP add nothing, so the next token depends on the current one alone.
 
 REAL_VOCABULARY = 151936
-IM_END, END_OF_TEXT, LAST_ID = 151645, 151643, REAL_VOCABULARY - 1
+# From the end of the vocabulary. In Qwen3's they are <|im_end|> 151645, <|endoftext|> 151643, and an id that no text has.
+IM_END, END_OF_TEXT, LAST_ID = -291, -293, -1
 CHAINS = ((14, 15, 16, IM_END), (24, 25, 26, END_OF_TEXT), (34, 35, 36, 37, 38), (44, IM_END), (END_OF_TEXT, 45, LAST_ID, 46))
 
 
-@pytest.fixture(scope="module")
-def chain_policy():
-    """Each token of a chain is followed by the next with probability about 0.9, in a vocabulary of Qwen3's size."""
+def chain_policy(vocabulary, peak):
+    """The token that follows in a chain has the logit `peak`, all others 0: probability about 0.9."""
     config = tiny_dense(
-        vocab_size=REAL_VOCABULARY, hidden_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
+        vocab_size=vocabulary, hidden_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
         intermediate_size=16, num_hidden_layers=1, tie_word_embeddings=False,
     )  # fmt: skip
     params = mt.init_params(config, jax.random.key(0))
     layer = params["layers"][0]
     silent = layer | {"o": jnp.zeros_like(layer["o"]), "down": jnp.zeros_like(layer["down"])}
-    embed, head = np.zeros((2, REAL_VOCABULARY, 16), np.float32)
+    embed, head = np.zeros((2, vocabulary, 16), np.float32)
     steps = [(a, b) for chain in CHAINS for a, b in zip(chain, chain[1:], strict=False)]
     assert len(steps) <= 16
     for axis, (token, following) in enumerate(steps):
         embed[token, axis] = 1.0
-        head[following, axis] = 14 / 4  # the norm makes the 1 a 4
+        head[following, axis] = peak / 4  # the norm makes the 1 a 4
     return mt.prepare(
         params | {"layers": (silent,), "embed": jnp.asarray(embed), "lm_head": jnp.asarray(head)}, config, mt.recipe("bf16")
     )
 
 
-def test_where_completions_end(chain_policy, assert_same_bits):
+@pytest.mark.parametrize(("vocabulary", "peak"), [(512, 8.25), pytest.param(REAL_VOCABULARY, 14.0, marks=pytest.mark.slow)])
+def test_where_completions_end(vocabulary, peak, assert_same_bits):
     """Stop by either id, by length, at the first token; a stop id in the prompt; an id beyond the tokenizer's last."""
-    sampling = mt.SamplingParams(temperature=0.0, max_tokens=4, stop_ids=(IM_END, END_OF_TEXT))
-    prompts = [[14], [24], [34], [44], [5, END_OF_TEXT]]
-    rollouts = mt.sample(chain_policy, prompts, sampling, key=jax.random.key(0))
+    policy = chain_policy(vocabulary, peak)
+    im_end, end_of_text, last_id = (vocabulary + i for i in (IM_END, END_OF_TEXT, LAST_ID))
+    sampling = mt.SamplingParams(temperature=0.0, max_tokens=4, stop_ids=(im_end, end_of_text))
+    prompts = [[14], [24], [34], [44], [5, end_of_text]]
+    rollouts = mt.sample(policy, prompts, sampling, key=jax.random.key(0))
     completions = rollouts.completions()
-    assert completions[:4] == [[15, 16, IM_END], [25, 26, END_OF_TEXT], [35, 36, 37, 38], [IM_END]]
-    assert completions[4][:3] == [45, LAST_ID, 46]
+    assert completions[:4] == [[15, 16, im_end], [25, 26, end_of_text], [35, 36, 37, 38], [im_end]]
+    assert completions[4][:3] == [45, last_id, 46]
     assert rollouts.finish_reason.tolist() == [FINISH_STOP, FINISH_STOP, FINISH_LENGTH, FINISH_STOP, FINISH_LENGTH]
     mask = np.asarray(rollouts.mask)
     np.testing.assert_array_equal(mask.sum(1), [3, 3, 4, 1, 4])
     np.testing.assert_array_equal(mask, np.arange(4)[None, :] < mask.sum(1)[:, None])
 
     log_probs = np.asarray(rollouts.log_probs)
-    # e^14 against 151,935 others at e^0: -0.1189. No placeholder zeros inside the mask, zeros outside.
+    # e^peak against all others at e^0: -0.1189 in the real vocabulary. No placeholder zeros inside the mask, zeros outside.
     following = np.arange(4)[None, :] < np.array([3, 3, 4, 1, 3])[:, None]
-    np.testing.assert_allclose(log_probs[following], 14 - np.log(np.exp(14) + REAL_VOCABULARY - 1), rtol=1e-4)
+    np.testing.assert_allclose(log_probs[following], peak - np.log(np.exp(peak) + vocabulary - 1), rtol=1e-4)
     assert (log_probs[~mask] == 0).all()
 
     # The learner normalises over the same padded vocabulary.
     tokens, joined_mask, joined = (np.asarray(x) for x in rollouts.sequences())
-    assert_same_bits(np.asarray(mt.token_log_probs(chain_policy, jnp.asarray(tokens)))[joined_mask], joined[joined_mask])
+    assert_same_bits(np.asarray(mt.token_log_probs(policy, jnp.asarray(tokens)))[joined_mask], joined[joined_mask])
 
 
 @pytest.mark.worlds("dense_fp32")

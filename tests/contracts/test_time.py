@@ -75,19 +75,19 @@ def _assert_as_full_forward(world, rows, chunk, assert_same_bits):
     assert_same_bits(log_probs_BT[real_BT[:, 1:]], world.score(filled)[: len(tokens_BT)][real_BT[:, 1:]])
 
 
-@pytest.mark.parametrize("chunk", [1, pytest.param(5, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.worlds("moe_bf16")
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+@pytest.mark.worlds(slow=("moe_bf16",))
 def test_prefill_in_chunks_and_single_tokens_are_the_full_forward(world, chunk, rows, assert_same_bits):
     _assert_as_full_forward(world, rows, chunk, assert_same_bits)
 
 
-@pytest.mark.worlds("moe_nvfp4", "dense_nvfp4")
+@pytest.mark.worlds("moe_nvfp4", slow=("dense_nvfp4",))
 def test_chunks_of_five_are_the_full_forward_in_nvfp4(world, rows, assert_same_bits):
     """Single tokens are what the sampler runs, see `test_sampling`."""
     _assert_as_full_forward(world, rows, 5, assert_same_bits)
 
 
-@pytest.mark.worlds("dense_nvfp4")
+@pytest.mark.worlds(slow=("dense_nvfp4",))
 def test_chunks_of_a_prefill_and_samples_from_one_prefill(world, assert_same_bits):
     """One sample from a prefill of its own, in chunks of 5, is sample 0 of the four that share a prefill."""
     sampling = mt.SamplingParams(n=1, max_tokens=world.sampling.max_tokens, stop_ids=world.sampling.stop_ids)
