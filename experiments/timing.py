@@ -28,7 +28,7 @@ CACHE_BYTES = 200e6
 # So much of the GPU's memory may be filled with the inputs of one case, and as much with its results.
 MEMORY_BYTES = 16e9
 # Kernels of ours are custom calls by this name.
-_TRITON_CALL = re.compile(r'custom_call_target="[^"]*triton[^"]*"', re.IGNORECASE)
+_KERNEL_CALL = re.compile(r'custom_call_target="[^"]*(?:triton|mosaic)[^"]*"', re.IGNORECASE)
 # What XLA makes of other operations.
 _WORK = re.compile(r" (?:fusion|custom-call|while|call|dot|convolution|sort|reduce|copy|add|multiply)(?:-start)?\(")
 
@@ -132,7 +132,7 @@ def check_calls(short: str, long: str, calls: int, *, kernels: bool) -> None:
       TimingError: calls were merged, dropped or fused.
     """
     if kernels:
-        one, two = len(_TRITON_CALL.findall(short)), len(_TRITON_CALL.findall(long))
+        one, two = len(_KERNEL_CALL.findall(short)), len(_KERNEL_CALL.findall(long))
         if one < calls or one % calls or two != 2 * one:
             raise TimingError(f"{calls} and {2 * calls} calls became {one} and {two} kernels: XLA merged or dropped some")
         return

@@ -267,13 +267,20 @@ class Tiles:
     num_stages: int = 3
 
 
-def default_tiles(inner: str, M: int, E: int) -> Tiles:
+_FEW_PROGRAMS = 264  # two for each processor of an H200
+
+
+def default_tiles(inner: str, M: int, N: int, E: int) -> Tiles:
     """Tiles by the number of rows that a group has if all have the same."""
-    BLOCK_TOKENS = min(max(16, triton.next_power_of_2(-(-M // E))), 256 if inner == "native" else 64)
+    tokens = min(max(16, triton.next_power_of_2(-(-M // E))), 256 if inner == "native" else 64)
     if inner == "native":
-        num_warps = 8 if BLOCK_TOKENS == 256 else 4
-        return Tiles(BLOCK_FEATURES=128, BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_K=256, UNROLL=1, num_warps=num_warps)
-    return Tiles(BLOCK_TOKENS=BLOCK_TOKENS)
+        num_warps = 8 if tokens == 256 else 4
+        return Tiles(BLOCK_FEATURES=128, BLOCK_TOKENS=tokens, BLOCK_K=256, UNROLL=1, num_warps=num_warps)
+    if inner == "bf16":
+        return Tiles(BLOCK_TOKENS=tokens)
+    # A program that has a processor to itself must have its loads under way early: it waits for little else.
+    few = triton.cdiv(N, 64) * min(E, M) <= _FEW_PROGRAMS
+    return Tiles(BLOCK_TOKENS=tokens, BLOCK_K=256, UNROLL=1, num_stages=8 if few else 4)
 
 
 def packed_launch(
@@ -294,7 +301,7 @@ def packed_launch(
     Raises:
       ValueError: K is not a multiple of 16, the tiles do not fit, or no such inner product.
     """
-    tiles = tiles or default_tiles(inner, M, E)
+    tiles = tiles or default_tiles(inner, M, N, E)
     if inner not in INNERS:
         raise ValueError(f"inner product {inner!r}: must be one of {', '.join(INNERS)}")
     if K % 16:
@@ -344,7 +351,7 @@ def grouped_matmul(
     if M == 0:
         return jnp.zeros((0, N), out_dtype)
     if tiles is None:
-        default = dataclasses.asdict(default_tiles(inner, M, E))
+        default = dataclasses.asdict(default_tiles(inner, M, N, E))
         tiles = Tiles(**tuning.config(f"grouped_matmul_packed_{inner}", rows=-(-M // E), features=N, depth=K, default=default))
     launch = packed_launch(M, N, K, E, inner=inner, out_dtype=out_dtype, tiles=tiles)
     return gpu.run(launch, *inputs, w.codes, w.block_scale, w.outer_scale, group_sizes, M)[0]
