@@ -3,7 +3,7 @@ applied to the sum."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, gpu, numerics, nvfp4
 
@@ -32,6 +32,14 @@ def dequantized(operand: Operand) -> Float[Array, "..."]:
         outer = operand.outer_scale[..., None] if operand.outer_per_row else operand.outer_scale[..., None, None]
         return numerics.separate_product(operand.values.astype(jnp.float32) * outer)
     return operand.astype(jnp.float32)
+
+
+def take_rows(operand: Operand, rows: Int[Array, "M"]) -> Operand:
+    """Row rows[i] of the operand for each i, with its outer scale."""
+    if isinstance(operand, (nvfp4.Nvfp4Array, nvfp4.ExpandedArray)) and not operand.outer_per_row:
+        shared = operand.outer_scale  # one for the whole tensor: every row has it already
+        return jax.tree.map(lambda leaf: leaf if leaf is shared else leaf[rows], operand)
+    return jax.tree.map(lambda leaf: leaf[rows], operand)
 
 
 def check_contraction(op: str, x: Operand, w: Operand) -> None:

@@ -191,13 +191,12 @@ def _expert_mlp(scale: Scale) -> Iterator[Case]:
         return (jnp.argsort(slot) // k).astype(jnp.int32), slot.reshape(T, k), weights, _array(sizes)
 
     def in_fp8(x, w_in, w_out, token, slot, weights, group_sizes):
-        x = jax.tree.map(lambda rows: rows[token], nvfp4.quantize_expanded(x, ROW_RULE))
-        inner = silu_mul.silu_mul_quantize(grouped_matmul(x, w_in, group_sizes), ROW_RULE)
-        return combine(grouped_matmul(inner, w_out, group_sizes)[slot], weights)
+        gate_up = grouped_matmul(nvfp4.quantize_expanded(x, ROW_RULE), w_in, group_sizes, rows=token)
+        return combine(grouped_matmul(silu_mul.silu_mul_quantize(gate_up, ROW_RULE), w_out, group_sizes), weights, slot)
 
     def in_bf16(x, w_in, w_out, token, slot, weights, group_sizes):
-        inner = silu_mul.silu_mul(grouped_matmul(x[token], w_in, group_sizes))
-        return combine(grouped_matmul(inner, w_out, group_sizes)[slot], weights)
+        inner = silu_mul.silu_mul(grouped_matmul(x, w_in, group_sizes, rows=token))
+        return combine(grouped_matmul(inner, w_out, group_sizes), weights, slot)
 
     common = dict(
         suite="expert_mlp",

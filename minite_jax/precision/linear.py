@@ -20,8 +20,7 @@ from minite_jax.precision.recipe import MatmulFormat
 from pallas_kernels import nvfp4
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
 from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
-from pallas_kernels.numerics import round_to
-from pallas_kernels.operands import Operand
+from pallas_kernels.operands import Operand, take_rows
 from pallas_kernels.undispatch import undispatch
 
 
@@ -107,36 +106,35 @@ def expert_linear(
     return _expert_linear(format, gather, x, stored, master, dispatch)
 
 
-def _expert_rows(operand: Operand, dispatch: Dispatch, gather: bool) -> Operand:
-    if not gather:
-        return operand
-    token = dispatch.order // dispatch.slot.shape[1]
-    if isinstance(operand, nvfp4.Nvfp4Array) and not operand.outer_per_row:
-        shared = operand.outer_scale  # one for the whole tensor: every row has it already
-        return operand.replace(codes=operand.codes[token], block_scale=operand.block_scale[token], outer_scale=shared)
-    return jax.tree.map(lambda leaf: leaf[token], operand)
+def _tokens(dispatch: Dispatch, gather: bool) -> Int[Array, "Mk"] | None:
+    """The token of each sorted assignment, where `x` holds tokens."""
+    return dispatch.order // dispatch.slot.shape[1] if gather else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _expert_linear(format, gather, x, stored, master, dispatch):
     del master
-    rows = _expert_rows(_operand(format, x), dispatch, gather)
-    return grouped_matmul(rows, stored, dispatch.group_sizes, out_dtype=x.dtype)
+    rows = _tokens(dispatch, gather)
+    return grouped_matmul(_operand(format, x), stored, dispatch.group_sizes, rows=rows, out_dtype=x.dtype)
 
 
 def _expert_linear_forward(format, gather, x, stored, master, dispatch):
     operand = _operand(format, x)
-    result = grouped_matmul(_expert_rows(operand, dispatch, gather), stored, dispatch.group_sizes, out_dtype=x.dtype)
+    rows = _tokens(dispatch, gather)
+    result = grouped_matmul(operand, stored, dispatch.group_sizes, rows=rows, out_dtype=x.dtype)
     return result, (operand, stored, master is not None, dispatch)
 
 
 def _expert_linear_backward(format, gather, residuals, g):
     operand, stored, wants_weight, dispatch = residuals
-    dx = grouped_matmul_dgrad(g, stored, dispatch.group_sizes)
-    dx = undispatch(dx, dispatch.slot, out_dtype=g.dtype) if gather else round_to(dx, g.dtype)
+    # A token's sum over its experts is float32; what has one expert is rounded where it is summed.
+    dx = grouped_matmul_dgrad(g, stored, dispatch.group_sizes, out_dtype=jnp.float32 if gather else g.dtype)
+    if gather:
+        dx = undispatch(dx, dispatch.slot, out_dtype=g.dtype)
     dw = None
     if wants_weight:
-        dw = grouped_matmul_wgrad(_expert_rows(operand, dispatch, gather), g, dispatch.group_sizes)
+        rows = take_rows(operand, _tokens(dispatch, gather)) if gather else operand
+        dw = grouped_matmul_wgrad(rows, g, dispatch.group_sizes)
     return dx, None, dw, None
 
 

@@ -12,6 +12,7 @@ def grouped_matmul(
     w: operands.Operand,
     group_sizes: Int[Array, "E"],
     *,
+    rows: Int[Array, "M"] | None = None,
     out_dtype=jnp.bfloat16,
     implementation: str | None = None,
 ) -> Float[Array, "M N"]:
@@ -24,6 +25,8 @@ def grouped_matmul(
       x: [M, K], rows sorted by group: `Nvfp4Array` with an outer scale per row or one, or bfloat16 / float32.
       w: [E, N, K]: `Nvfp4Array` with one outer scale per group [E], or bfloat16 / float32.
       group_sizes: [E] int32, sum at most M.
+      rows: [M] int32, or None. With it `x` is [any, K], and row i of the product is that of ``x[rows[i]]``: a token's row need
+        not be copied to each of its experts.
       out_dtype: bfloat16 or float32.
       implementation: see `pallas_kernels.dispatch.resolve`.
 
@@ -39,7 +42,9 @@ def grouped_matmul(
     if chosen != "reference":
         from pallas_kernels.grouped_matmul import triton
 
-        return triton.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, kernel=chosen)
+        return triton.grouped_matmul(x, w, group_sizes, rows=rows, out_dtype=out_dtype, kernel=chosen)
+    if rows is not None:
+        x = operands.take_rows(x, rows)
     return reference.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype)
 
 

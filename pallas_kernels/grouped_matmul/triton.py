@@ -49,18 +49,38 @@ def group_tiles_kernel(
 
 @triton.jit
 def multiply_kernel(
-    a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
+    a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, row_ptr, group_ptr, first_ptr, end_ptr, m, num_tiles, out_ptr,
     N: tl.constexpr, K: tl.constexpr, B_STRIDE_N: tl.constexpr, B_STRIDE_K: tl.constexpr,
-    GROUPED: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr,
+    GROUPED: tl.constexpr, GATHERED: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out [m, N] = a [m, K] @ b [group, N, K].T; A_OUTER and B_OUTER say whether outer scales apply."""
+    """out [m, N] = a [m, K] @ b [group, N, K].T; GATHERED: row i of the product is that of a[row[i]]. A_OUTER and B_OUTER say
+    whether outer scales apply. PERSISTENT: a program goes through many tiles, else it has one."""
+    if PERSISTENT:
+        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            _multiply_tile(
+                tile, a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, row_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
+                N, K, B_STRIDE_N, B_STRIDE_K, GROUPED, GATHERED, A_OUTER, B_OUTER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            )  # fmt: skip
+    else:
+        _multiply_tile(
+            tl.program_id(0), a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, row_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
+            N, K, B_STRIDE_N, B_STRIDE_K, GROUPED, GATHERED, A_OUTER, B_OUTER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        )  # fmt: skip
+
+
+@triton.jit
+def _multiply_tile(
+    number, a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, row_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, B_STRIDE_N: tl.constexpr, B_STRIDE_K: tl.constexpr,
+    GROUPED: tl.constexpr, GATHERED: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    pid = tl.program_id(0)
     if GROUPED:
         # Neighbouring programs share a tile of rows and, mostly, a group's weights.
-        tile = pid // NUM_N
-        n_tile = pid % NUM_N
+        tile = number // NUM_N
+        n_tile = number % NUM_N
         group = tl.load(group_ptr + tile).to(tl.int64)
         first = tl.load(first_ptr + tile)
         end = tl.load(end_ptr + tile)
@@ -68,40 +88,42 @@ def multiply_kernel(
         # Blocks of GROUP_M row tiles go through all columns together, which keeps both operands in the L2 cache.
         num_m = tl.cdiv(m, BLOCK_M)
         width = GROUP_M * NUM_N
-        first_tile = (pid // width) * GROUP_M
+        first_tile = (number // width) * GROUP_M
         height = tl.minimum(num_m - first_tile, GROUP_M)
-        tile = first_tile + (pid % width) % height
-        n_tile = (pid % width) // height
+        tile = first_tile + (number % width) % height
+        n_tile = (number % width) // height
         group = tl.zeros((), tl.int64)
         first = tile * BLOCK_M
         end = m
-    if first >= end:
-        return
-    rows = first + tl.arange(0, BLOCK_M)
-    columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows and columns outside read a neighbour's numbers and are not stored: loads without a mask stay wide.
-    safe_rows = tl.minimum(rows, m - 1).to(tl.int64)
-    safe_columns = columns if N % BLOCK_N == 0 else tl.minimum(columns, N - 1)
-    k = tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + safe_rows[:, None] * K + k[None, :]
-    b_ptrs = b_ptr + group * N * K + safe_columns[None, :] * B_STRIDE_N + k[:, None] * B_STRIDE_K
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            a = tl.load(a_ptrs)
-            b = tl.load(b_ptrs)
-        else:
-            a = tl.load(a_ptrs, mask=k[None, :] < K - k0, other=0.0)
-            b = tl.load(b_ptrs, mask=k[:, None] < K - k0, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-        a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K * B_STRIDE_K
-    if A_OUTER:
-        total = total * tl.load(a_outer_ptr + safe_rows)[:, None]
-    if B_OUTER:
-        total = total * tl.load(b_outer_ptr + group)
-    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (columns < N)[None, :])
+    if first < end:
+        rows = first + tl.arange(0, BLOCK_M)
+        columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Rows and columns outside read a neighbour's numbers and are not stored: loads without a mask stay wide.
+        a_rows = tl.minimum(rows, end - 1)
+        if GATHERED:
+            a_rows = tl.load(row_ptr + a_rows)
+        a_rows = a_rows.to(tl.int64)
+        safe_columns = columns if N % BLOCK_N == 0 else tl.minimum(columns, N - 1)
+        k = tl.arange(0, BLOCK_K)
+        a_ptrs = a_ptr + a_rows[:, None] * K + k[None, :]
+        b_ptrs = b_ptr + group * N * K + safe_columns[None, :] * B_STRIDE_N + k[:, None] * B_STRIDE_K
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            if K % BLOCK_K == 0:
+                a = tl.load(a_ptrs)
+                b = tl.load(b_ptrs)
+            else:
+                a = tl.load(a_ptrs, mask=k[None, :] < K - k0, other=0.0)
+                b = tl.load(b_ptrs, mask=k[:, None] < K - k0, other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
+            a_ptrs += BLOCK_K
+            b_ptrs += BLOCK_K * B_STRIDE_K
+        if A_OUTER:
+            total = total * tl.load(a_outer_ptr + a_rows)[:, None]
+        if B_OUTER:
+            total = total * tl.load(b_outer_ptr + group)
+        out_ptrs = out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :]
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit
@@ -144,10 +166,10 @@ def multiply_transposed_kernel(
 # --- launches ------------------------------------------------------------------------------------------------------------------
 
 _FORWARD = {
-    # Few rows a group, or many: the tile's rows. Stages are what fits 228 KiB of shared memory.
-    1: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=3),
-    2: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=4),
-    4: dict(BLOCK_M=64, BLOCK_N=64, GROUP_M=8, num_warps=4, num_stages=3),
+    # PERSISTENT: how many programs share all tiles; 0: a program for each tile.
+    1: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, PERSISTENT=0, num_warps=8, num_stages=3),
+    2: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, PERSISTENT=0, num_warps=8, num_stages=4),
+    4: dict(BLOCK_M=64, BLOCK_N=64, GROUP_M=8, PERSISTENT=0, num_warps=4, num_stages=3),
 }
 _TRANSPOSED = {
     2: dict(BLOCK_N=128, BLOCK_K=256, BLOCK_M=64, num_warps=8, num_stages=3),
@@ -155,10 +177,11 @@ _TRANSPOSED = {
 }
 
 
-def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int, grouped: bool, transposed: bool = False,
-                    a_outer: bool, b_outer: bool) -> gpu.Launch:  # fmt: skip
-    """Inputs: a [m, k], b [num_groups, n, k] (`transposed`: [num_groups, k, n]), outer scales of a and b, the three arrays of
-    `group_tiles_launch` (any arrays where not `grouped`), m. Output: [m, n]."""
+def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int, grouped: bool, gathered: bool = False,
+                    transposed: bool = False, a_outer: bool, b_outer: bool) -> gpu.Launch:  # fmt: skip
+    """Inputs: a [any, k], b [num_groups, n, k] (`transposed`: [num_groups, k, n]), outer scales of a and b, which row of a each
+    of the m rows is (any array where not `gathered`), the three arrays of `group_tiles_launch` (any arrays where not `grouped`), m,
+    and the number of tiles, which is the grid's where that is not PERSISTENT. Output: [m, n]."""
     itemsize = jnp.dtype(dtype).itemsize
     op = f"multiply{'_transposed' if transposed else ''}_{jnp.dtype(dtype).name}"
     config = tuning.config(op, rows=m // num_groups, features=n, depth=k, default=_FORWARD[itemsize])
@@ -169,6 +192,8 @@ def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int
         B_STRIDE_N=1 if transposed else k,
         B_STRIDE_K=n if transposed else 1,
         GROUPED=grouped,
+        GATHERED=gathered,
+        PERSISTENT=config["PERSISTENT"],
         A_OUTER=a_outer,
         B_OUTER=b_outer,
         BLOCK_M=block_m,
@@ -177,7 +202,8 @@ def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int
         GROUP_M=config["GROUP_M"],
     )
     tiles = num_tiles(m, num_groups, block_m) if grouped else triton.cdiv(m, block_m)
-    grid = (tiles * triton.cdiv(n, block_n),)
+    tiles *= triton.cdiv(n, block_n)
+    grid = (min(tiles, config["PERSISTENT"]) if config["PERSISTENT"] else tiles,)
     return gpu.Launch(
         multiply_kernel, gpu.outputs(((m, n), out_dtype)), grid, constants, config["num_warps"], config["num_stages"],
         zeroed=(0,) if grouped else (),  # rows behind the last group
@@ -225,17 +251,19 @@ def _plain(operand: operands.Operand, dtype) -> tuple[jax.Array, jax.Array | Non
     return operand, None
 
 
-def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, transposed=False, kernel="triton"):
-    m, k = a.shape
+def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, rows=None, transposed=False, kernel="triton"):
+    m, k = (a.shape[0] if rows is None else rows.shape[0]), a.shape[1]
     num_groups = b.shape[0]
     n = b.shape[2] if transposed else b.shape[1]
     if a_outer is not None and a_outer.ndim == 0:
-        a_outer = jnp.broadcast_to(a_outer, (m,))
+        a_outer = jnp.broadcast_to(a_outer, (a.shape[0],))
     if kernel == "mosaic":
+        if rows is not None:
+            a, a_outer = jax.tree.map(lambda leaf: leaf[rows], (a, a_outer))
         return mosaic.multiply(a, b, group_sizes, a_outer, b_outer, out_dtype=out_dtype, transposed=transposed)
     grouped = group_sizes is not None
     launch = multiply_launch(
-        m, n, k, a.dtype, out_dtype, num_groups=num_groups, grouped=grouped, transposed=transposed,
+        m, n, k, a.dtype, out_dtype, num_groups=num_groups, grouped=grouped, gathered=rows is not None, transposed=transposed,
         a_outer=a_outer is not None, b_outer=b_outer is not None,
     )  # fmt: skip
     unused = jnp.zeros((1,), jnp.int32)
@@ -243,7 +271,10 @@ def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, transposed=Fals
     if grouped:
         tiles = gpu.run(group_tiles_launch(m, num_groups, launch.constants["BLOCK_M"]), group_sizes.astype(jnp.int32))
     outer = [jnp.zeros((1,), jnp.float32) if each is None else each.reshape(-1) for each in (a_outer, b_outer)]
-    return gpu.run(launch, a, b, *outer, *tiles, m)[0]
+    num_tiles_n = triton.cdiv(n, launch.constants["BLOCK_N"])
+    row_tiles = num_tiles(m, num_groups, launch.constants["BLOCK_M"]) if grouped else triton.cdiv(m, launch.constants["BLOCK_M"])
+    rows = unused if rows is None else rows.astype(jnp.int32)
+    return gpu.run(launch, a, b, *outer, rows, *tiles, m, row_tiles * num_tiles_n)[0]
 
 
 # --- the operations ------------------------------------------------------------------------------------------------------------
@@ -254,28 +285,31 @@ def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, transposed=Fals
 PACKED_ROWS = 64
 
 
-def _packed_inner(x, w) -> str | None:
+def _packed_inner(x, w, num_rows: int) -> str | None:
     """The inner product of the kernel on packed weights, or None where the other kernel is the better one."""
     if not isinstance(w, Nvfp4Array) or not isinstance(x, (Nvfp4Array, ExpandedArray)):
         return None
     if gpu.capability() >= 100 and isinstance(x, Nvfp4Array):
         return "native"
-    few = x.shape[0] <= PACKED_ROWS * w.shape[0]
+    few = num_rows <= PACKED_ROWS * w.shape[0]
     return ("fp8" if operands.product_dtype(x, w) == jnp.float8_e4m3fn else "bf16") if few else None
 
 
-def grouped_matmul(x, w, group_sizes, *, out_dtype=jnp.bfloat16, kernel="triton"):
+def grouped_matmul(x, w, group_sizes, *, rows=None, out_dtype=jnp.bfloat16, kernel="triton"):
     """`grouped_matmul` for operands of any kind; w [E, N, K]. `group_sizes` None: dense, E = 1."""
-    inner = _packed_inner(x, w)
+    num_rows = x.shape[0] if rows is None else rows.shape[0]
+    inner = _packed_inner(x, w, num_rows)
     if inner is not None:
-        sizes = jnp.full((1,), x.shape[0], jnp.int32) if group_sizes is None else group_sizes.astype(jnp.int32)
+        if rows is not None:
+            x = operands.take_rows(x, rows)
+        sizes = jnp.full((1,), num_rows, jnp.int32) if group_sizes is None else group_sizes.astype(jnp.int32)
         if inner != "native" and isinstance(x, Nvfp4Array):
             x = nvfp4_triton.expand(x, jnp.float8_e4m3fn if inner == "fp8" else jnp.bfloat16)
         return triton_packed.grouped_matmul(x, w, sizes, inner=inner, out_dtype=out_dtype)
     dtype = operands.product_dtype(x, w)
     x_values, x_outer = _plain(x, dtype)
     w_values, w_outer = _plain(w, dtype)
-    return _multiply(x_values, w_values, x_outer, w_outer, group_sizes, out_dtype=out_dtype, kernel=kernel)
+    return _multiply(x_values, w_values, x_outer, w_outer, group_sizes, rows=rows, out_dtype=out_dtype, kernel=kernel)
 
 
 def grouped_matmul_dgrad(g, w, group_sizes, *, out_dtype=jnp.float32, kernel="triton"):

@@ -80,9 +80,10 @@ def test_a_sampler_without_fixed_reductions_shows(world, in_tiles, monkeypatch):
     for module in _modules_with_row_tiles():
         if not in_tiles:
             monkeypatch.setattr(module, "map_row_tiles", lambda body, rows: body(rows))
-        if hasattr(module, "ordered_sum"):
-            own_sum = lambda x, axis=-1: replaced.append(x) or jnp.sum(x.astype(jnp.float32), axis=axis)  # noqa: E731
-            monkeypatch.setattr(module, "ordered_sum", own_sum)
+        for name in ("ordered_sum", "blocked_sum"):
+            if hasattr(module, name):
+                own_sum = lambda x, axis=-1: replaced.append(x) or jnp.sum(x.astype(jnp.float32), axis=axis)  # noqa: E731
+                monkeypatch.setattr(module, name, own_sum)
     tokens, lengths = sampling.pad_prompts(world.prompts, world.config.vocab_size)
     free = jax.jit(sampling.generate.__wrapped__, static_argnames="params")  # a program of its own, traced here
     ids = jnp.arange(len(tokens), dtype=jnp.uint32)

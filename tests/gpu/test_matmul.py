@@ -186,3 +186,25 @@ def test_forty_runs(kind):
 def test_types_that_are_not_multiplied_are_named():
     with pytest.raises(NotImplementedError, match="float32 and bfloat16"):
         matmul(_normal((4, 16), 0, jnp.bfloat16), _normal((8, 16), 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_by_index_are_rows_copied(kind):
+    x, w = _operands(kind, 100, 192, 128, groups=8)
+    sizes = jnp.asarray([64, 0, 100, 65, 128, 200, 1, 41], jnp.int32)
+    rows = jnp.asarray(np.random.default_rng(4).integers(0, 100, 599), jnp.int32)
+    copied = jax.tree.map(lambda leaf: leaf[rows], x)
+    _same(grouped_matmul(x, w, sizes, rows=rows), grouped_matmul(copied, w, sizes))
+    few = jnp.asarray([3, 0, 4, 0, 0, 2, 0, 0], jnp.int32)  # packed weights where there are any
+    _same(grouped_matmul(x, w, few, rows=rows[:9]), grouped_matmul(jax.tree.map(lambda leaf: leaf[:9], copied), w, few))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_programs_that_go_through_many_tiles_give_the_same_bits(kind):
+    x, w = _operands(kind, 600, 200, 144, groups=8)
+    x, w = (nvfp4.expand(each) if kind == "fp8" else each for each in (x, w))
+    sizes = jnp.asarray([64, 0, 100, 65, 128, 200, 1, 41], jnp.int32)
+    op = "multiply_float8_e4m3fn" if kind == "fp8" else "multiply_bfloat16"
+    first = grouped_matmul(x, w, sizes, implementation="triton")
+    with tuning.override(op, dict(PERSISTENT=5)):
+        _same(grouped_matmul(x, w, sizes, implementation="triton"), first)
