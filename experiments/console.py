@@ -47,8 +47,11 @@ class Console:
             f"sampler  {setup.engine} engine, {setup.sampling.n} samples a prompt, temperature {setup.sampling.temperature}"
         )
         self.note(f"device   {device.device_kind} x {jax.device_count()}, jax {jax.__version__}")
-        self.note(f"kernels  {dispatch.resolve('every operation', None)} implementation")
-        logging.getLogger("pallas_kernels").setLevel(logging.WARNING)  # said above, once for all of them
+        if jax.default_backend() == "gpu":
+            self.note("kernels  chosen operation by operation; each says which when it is compiled")
+        else:
+            self.note(f"kernels  {dispatch.resolve('every operation', None)} implementation")
+            logging.getLogger("pallas_kernels").setLevel(logging.WARNING)  # said above, once for all of them
         where = f"{workdir}" if resumed_step is None else f"{workdir}, resumed at step {resumed_step}"
         self.note(f"workdir  {where}")
         self._bar.update(resumed_step or 0)

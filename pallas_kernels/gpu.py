@@ -58,6 +58,11 @@ def capability() -> int:
     return 10 * int(major) + int(minor)
 
 
+def multiplies_codes() -> bool:
+    """Whether the device's matmul reads NVFP4 activations best as codes: not on a GPU without FP4 units, which expands them."""
+    return jax.default_backend() != "gpu" or capability() >= 100
+
+
 def run(launch: Launch, *inputs: jax.Array | int) -> list[jax.Array]:
     """Launches from JAX, inside or outside of jit, on the GPU that the computation is on.
 

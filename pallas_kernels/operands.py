@@ -69,14 +69,30 @@ def gradient_dtype(operand: Operand):
     return jnp.dtype(jnp.bfloat16) if nvfp4_like else operand.dtype
 
 
-def resolve_matmul(op: str, implementation: str | None, dtype, n: int, k: int) -> str:
-    """`dispatch.resolve` for a product in this type with a matrix of N x K.
+# Up to so many rows for a weight matrix its packed bytes are read and expanded in the kernel; beyond, they are expanded once.
+# Either way gives the same bits.
+PACKED_ROWS = 64
+
+
+def reads_packed(x: Operand, w: Operand, num_rows: int) -> bool:
+    """Whether a GPU's forward reads the packed weights themselves: for few rows, and where it has FP4 units."""
+    if not isinstance(w, nvfp4.Nvfp4Array) or not isinstance(x, (nvfp4.Nvfp4Array, nvfp4.ExpandedArray)):
+        return False
+    native = isinstance(x, nvfp4.Nvfp4Array) and gpu.multiplies_codes()
+    return native or num_rows <= PACKED_ROWS * (w.shape[0] if w.ndim == 3 else 1)
+
+
+def resolve_matmul(op: str, implementation: str | None, dtype, n: int, k: int, *, packed: bool = False) -> str:
+    """`dispatch.resolve` for a product in this type with a matrix of N x K; `packed`: with `reads_packed` weights.
 
     On Hopper bfloat16 goes to Mosaic, which has the TMA unit where Triton's kernels have pointers (1.2 times as fast; E4M3 does
     without it). Both give the same bits.
     """
     on_hopper = jax.default_backend() == "gpu" and gpu.capability() == 90
-    fits = dtype == jnp.bfloat16 and n % 64 == 0 and k % 64 == 0
+    fits = dtype == jnp.bfloat16 and n % 64 == 0 and k % 64 == 0 and not packed
     gpu_default = "mosaic" if on_hopper and fits else "triton"
     available = ("reference", "triton", "mosaic")
-    return dispatch.resolve(f"{op} in {jnp.dtype(dtype).name}", implementation, available, gpu_default=gpu_default)
+    name = op
+    if jax.default_backend() == "gpu":
+        name = f"{op} in {jnp.dtype(dtype).name}{' of packed weights' if packed else ''}"
+    return dispatch.resolve(name, implementation, available, gpu_default=gpu_default)

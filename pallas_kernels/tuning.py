@@ -6,9 +6,8 @@ The table is {operation: {device kind: {"ROWSxFEATURESxDEPTH": {parameter: value
 it. Let rows be the tokens (M), features the outputs of a row (N; the width, where rows stand alone), depth the summed axis
 (K; 1 where nothing is summed).
 
-A configuration may change the speed of a kernel and never its bits: what fixes the order of a sum (the depth of a tile, the
-promotion interval) is a constant of the kernel and no entry here. The tuning script refuses a configuration whose result differs
-from the default's.
+A configuration may change the speed of a kernel and never its bits: kernels sum in one order whatever the tile, tests compare
+tiles bit for bit, and the tuning script refuses a configuration whose result differs from the default's.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.kernels.peers import Peer
-from pallas_kernels import nvfp4, shapes
+from pallas_kernels import gpu, nvfp4, shapes
 
 ROW_RULE = nvfp4.ScaleRule.fp8_exact(outer="row")
 MATRIX_RULE = nvfp4.ScaleRule.fp8_exact(outer="matrix")
@@ -138,9 +138,9 @@ def _normal(key, shape, scale, dtype):
     return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
 
 
-def activations(key: jax.Array, M: int, K: int) -> nvfp4.ExpandedArray:
-    """A quantised [M, K] batch as the fp8 tensor cores read it."""
-    return _quantize_expanded(normal(key, M, K))
+def activations(key: jax.Array, M: int, K: int) -> nvfp4.Nvfp4Array | nvfp4.ExpandedArray:
+    """A quantised [M, K] batch as the device's matmul reads it: E4M3 numbers on Hopper, codes where there are FP4 units."""
+    return _quantize_operand(normal(key, M, K))
 
 
 def packed(key: jax.Array, *shape: int) -> nvfp4.Nvfp4Array:
@@ -148,13 +148,15 @@ def packed(key: jax.Array, *shape: int) -> nvfp4.Nvfp4Array:
     return _quantize(normal(key, *shape, scale=0.02))
 
 
-def expanded(key: jax.Array, *shape: int) -> nvfp4.ExpandedArray:
-    """The same weights as the fp8 tensor cores read them."""
-    return _expand(packed(key, *shape))
+def expanded(key: jax.Array, *shape: int) -> nvfp4.Nvfp4Array | nvfp4.ExpandedArray:
+    """The same weights as the device's tensor cores read them: E4M3 numbers on Hopper, codes where there are FP4 units."""
+    q = packed(key, *shape)
+    has_fp4_units = jax.default_backend() == "gpu" and gpu.multiplies_codes()
+    return q if has_fp4_units else _expand(q)
 
 
 _quantize = jax.jit(lambda x: nvfp4.quantize(x, MATRIX_RULE))
-_quantize_expanded = jax.jit(lambda x: nvfp4.quantize_expanded(x, ROW_RULE))
+_quantize_operand = jax.jit(lambda x: nvfp4.quantize_operand(x, ROW_RULE))
 _expand = jax.jit(lambda q: nvfp4.expand(q, jnp.float8_e4m3fn))
 
 

@@ -191,7 +191,7 @@ def _expert_mlp(scale: Scale) -> Iterator[Case]:
         return (jnp.argsort(slot) // k).astype(jnp.int32), slot.reshape(T, k), weights, _array(sizes)
 
     def in_fp8(x, w_in, w_out, token, slot, weights, group_sizes):
-        gate_up = grouped_matmul(nvfp4.quantize_expanded(x, ROW_RULE), w_in, group_sizes, rows=token)
+        gate_up = grouped_matmul(nvfp4.quantize_operand(x, ROW_RULE), w_in, group_sizes, rows=token)
         return combine(grouped_matmul(silu_mul.silu_mul_quantize(gate_up, ROW_RULE), w_out, group_sizes), weights, slot)
 
     def in_bf16(x, w_in, w_out, token, slot, weights, group_sizes):
@@ -361,16 +361,16 @@ def _backward_dense(M: int, shape: shapes.Dense) -> Iterator[Case]:
     N, K, name = shape.features, shape.depth, f"{shape.model} {shape.name}"
     common = dict(suite="backward", shape=f"{M} x {N} x {K}", flops=shape.flops(M), ceiling=BF16)
     yield Case(
-        name=f"{name} dgrad",
-        operands="g bf16, w in fp8",
-        function=matmul_dgrad,
-        make=lambda key: (normal(key, M, N), expanded(key, N, K)),
-        nbytes=2 * M * N + N * K + 4 * M * K,
+        name=f"{name} dgrad, w expanded here",
+        operands="g bf16, w packed",
+        function=_dgrad,
+        make=lambda key: (normal(key, M, N), packed(key, N, K)),
+        nbytes=2 * M * N + N * K * 9 / 16 + 2 * M * K,
         ratios={VS_BF16: Peer(peers.CUBLAS_DGRAD, (M, N, K))},
         **common,
     )
     yield Case(
-        name=f"{name} wgrad",
+        name=f"{name} wgrad, x dequantised here",
         operands="x in fp8, g bf16",
         function=matmul_wgrad,
         make=lambda key: (activations(key, M, K), normal(key, M, N)),
@@ -384,24 +384,44 @@ def _backward_grouped(M: int, shape: shapes.Grouped) -> Iterator[Case]:
     N, K, E, name = shape.features, shape.depth, shape.experts, f"{shape.model} {shape.name}"
     sizes = shapes.group_sizes(M, E, "equal")
     common = dict(suite="backward", shape=f"{M} x {N} x {K}, E = {E}", flops=shape.flops(M), ceiling=BF16)
+    dgrad = dict(function=_grouped_dgrad, ratios={VS_GROUPED: Peer(peers.GROUPED_DGRAD, (sizes, N, K))}, **common)
+    wgrad = dict(function=grouped_matmul_wgrad, ratios={VS_GROUPED: Peer(peers.GROUPED_WGRAD, (sizes, N, K))}, **common)
     yield Case(
-        name=f"{name} dgrad, equal groups",
-        operands="g bf16, w in fp8",
-        function=grouped_matmul_dgrad,
-        make=lambda key: (normal(key, M, N), expanded(key, E, N, K), _array(sizes)),
-        nbytes=2 * M * N + E * N * K + 4 * M * K,
-        ratios={VS_GROUPED: Peer(peers.GROUPED_DGRAD, (sizes, N, K))},
-        **common,
+        name=f"{name} dgrad, w expanded here",
+        operands="g bf16, w packed",
+        make=lambda key: (normal(key, M, N), packed(key, E, N, K), _array(sizes)),
+        nbytes=2 * M * N + E * N * K * 9 / 16 + 2 * M * K,
+        **dgrad,
     )
     yield Case(
-        name=f"{name} wgrad, equal groups",
+        name=f"{name} dgrad, bf16 recipe",
+        operands="g and w bf16",
+        make=lambda key: (normal(key, M, N), normal(key, E, N, K), _array(sizes)),
+        nbytes=2 * M * N + 2 * E * N * K + 2 * M * K,
+        **dgrad,
+    )
+    yield Case(
+        name=f"{name} wgrad, x dequantised here",
         operands="x in fp8, g bf16",
-        function=grouped_matmul_wgrad,
         make=lambda key: (activations(key, M, K), normal(key, M, N), _array(sizes)),
         nbytes=2 * M * N + M * K + 4 * E * N * K,
-        ratios={VS_GROUPED: Peer(peers.GROUPED_WGRAD, (sizes, N, K))},
-        **common,
+        **wgrad,
     )
+    yield Case(
+        name=f"{name} wgrad, bf16 recipe",
+        operands="x and g bf16",
+        make=lambda key: (normal(key, M, K), normal(key, M, N), _array(sizes)),
+        nbytes=2 * M * N + 2 * M * K + 4 * E * N * K,
+        **wgrad,
+    )
+
+
+def _dgrad(g, w):
+    return matmul_dgrad(g, w, out_dtype=jnp.bfloat16)
+
+
+def _grouped_dgrad(g, w, group_sizes):
+    return grouped_matmul_dgrad(g, w, group_sizes, out_dtype=jnp.bfloat16)
 
 
 SUITES = {

@@ -32,7 +32,6 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "BLOCK_TOKENS": (16, 32, 64),
     "UNROLL": (1, 2, 4),
     "GROUP_M": (4, 8, 16),
-    "BLOCK_ROWS": (1, 2, 4, 8),
 }
 GAIN = 0.02
 _ROUNDS = 2

@@ -43,7 +43,7 @@ class Dispatch:
 
 
 def _operand(format: MatmulFormat, x: Float[Array, "M K"]) -> Operand:
-    return nvfp4.quantize(x, format.activation) if format.quantized else x
+    return nvfp4.quantize_operand(x, format.activation) if format.quantized else x
 
 
 def linear(

@@ -1,12 +1,12 @@
 """Matmuls on an NVIDIA GPU for many rows: dense and grouped, forward and gradients. One kernel multiplies, one sums over rows.
 
-`multiply` computes out[i] = a[i] @ b[group of i], the sum over the contracted axis taken in steps of BLOCK_K in falling order of
+`multiply` computes out[i] = a[i] @ b[group of i]. The sum over the contracted axis runs in rising order, in steps that depend on
 nothing but k, so that a row's bits depend on no tile, no neighbour and no number of rows. Operands are E4M3 (fp8 tensor cores),
 bfloat16, or float32 (multiplied as float32, without TF32). Dense is the grouped kernel with one group.
 
 Hopper's fp8 tensor cores add with about 14 bits. Sums of E4M3 products stay in them from the first to the last: moving partial
-sums to float32 every 128 products costs 30 to 50 % of the speed (docs/kernels.md), for an error that is below the rounding of a
-bfloat16 result. Sums of bfloat16 products are float32 sums.
+sums to float32 every 128 products costs 30 % of the speed and more (docs/kernels.md), for an error that is below the rounding of
+a bfloat16 result. Sums of bfloat16 products are float32 sums.
 
 `multiply_transposed` computes the weight gradient of each group, out[e] = g[rows of e].T @ x[rows of e]: one program sums over
 all rows of its group in order. No split, no atomics; an empty group gives zeros.
@@ -49,34 +49,15 @@ def group_tiles_kernel(
 
 @triton.jit
 def multiply_kernel(
-    a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, row_ptr, group_ptr, first_ptr, end_ptr, m, num_tiles, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, B_STRIDE_N: tl.constexpr, B_STRIDE_K: tl.constexpr,
-    GROUPED: tl.constexpr, GATHERED: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, PERSISTENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """out [m, N] = a [m, K] @ b [group, N, K].T; GATHERED: row i of the product is that of a[row[i]]. A_OUTER and B_OUTER say
-    whether outer scales apply. PERSISTENT: a program goes through many tiles, else it has one."""
-    if PERSISTENT:
-        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            _multiply_tile(
-                tile, a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, row_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
-                N, K, B_STRIDE_N, B_STRIDE_K, GROUPED, GATHERED, A_OUTER, B_OUTER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-            )  # fmt: skip
-    else:
-        _multiply_tile(
-            tl.program_id(0), a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, row_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
-            N, K, B_STRIDE_N, B_STRIDE_K, GROUPED, GATHERED, A_OUTER, B_OUTER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-        )  # fmt: skip
-
-
-@triton.jit
-def _multiply_tile(
-    number, a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, row_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
+    a_ptr, b_ptr, a_outer_ptr, b_outer_ptr, row_ptr, group_ptr, first_ptr, end_ptr, m, out_ptr,
     N: tl.constexpr, K: tl.constexpr, B_STRIDE_N: tl.constexpr, B_STRIDE_K: tl.constexpr,
     GROUPED: tl.constexpr, GATHERED: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
+    """out [m, N] = a [m, K] @ b [group, N, K].T; GATHERED: row i of the product is that of a[row[i]]. A_OUTER and B_OUTER say
+    whether outer scales apply."""
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    number = tl.program_id(0)
     if GROUPED:
         # Neighbouring programs share a tile of rows and, mostly, a group's weights.
         tile = number // NUM_N
@@ -95,35 +76,36 @@ def _multiply_tile(
         group = tl.zeros((), tl.int64)
         first = tile * BLOCK_M
         end = m
-    if first < end:
-        rows = first + tl.arange(0, BLOCK_M)
-        columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        # Rows and columns outside read a neighbour's numbers and are not stored: loads without a mask stay wide.
-        a_rows = tl.minimum(rows, end - 1)
-        if GATHERED:
-            a_rows = tl.load(row_ptr + a_rows)
-        a_rows = a_rows.to(tl.int64)
-        safe_columns = columns if N % BLOCK_N == 0 else tl.minimum(columns, N - 1)
-        k = tl.arange(0, BLOCK_K)
-        a_ptrs = a_ptr + a_rows[:, None] * K + k[None, :]
-        b_ptrs = b_ptr + group * N * K + safe_columns[None, :] * B_STRIDE_N + k[:, None] * B_STRIDE_K
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k0 in range(0, K, BLOCK_K):
-            if K % BLOCK_K == 0:
-                a = tl.load(a_ptrs)
-                b = tl.load(b_ptrs)
-            else:
-                a = tl.load(a_ptrs, mask=k[None, :] < K - k0, other=0.0)
-                b = tl.load(b_ptrs, mask=k[:, None] < K - k0, other=0.0)
-            total = tl.dot(a, b, total, input_precision="ieee")
-            a_ptrs += BLOCK_K
-            b_ptrs += BLOCK_K * B_STRIDE_K
-        if A_OUTER:
-            total = total * tl.load(a_outer_ptr + a_rows)[:, None]
-        if B_OUTER:
-            total = total * tl.load(b_outer_ptr + group)
-        out_ptrs = out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :]
-        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (columns < N)[None, :])
+    if first >= end:
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows and columns outside read a neighbour's numbers and are not stored: loads without a mask stay wide.
+    a_rows = tl.minimum(rows, end - 1)
+    if GATHERED:
+        a_rows = tl.load(row_ptr + a_rows)
+    a_rows = a_rows.to(tl.int64)
+    safe_columns = columns if N % BLOCK_N == 0 else tl.minimum(columns, N - 1)
+    k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + a_rows[:, None] * K + k[None, :]
+    b_ptrs = b_ptr + group * N * K + safe_columns[None, :] * B_STRIDE_N + k[:, None] * B_STRIDE_K
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=k[None, :] < K - k0, other=0.0)
+            b = tl.load(b_ptrs, mask=k[:, None] < K - k0, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * B_STRIDE_K
+    if A_OUTER:
+        total = total * tl.load(a_outer_ptr + a_rows)[:, None]
+    if B_OUTER:
+        total = total * tl.load(b_outer_ptr + group)
+    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit
@@ -166,10 +148,10 @@ def multiply_transposed_kernel(
 # --- launches ------------------------------------------------------------------------------------------------------------------
 
 _FORWARD = {
-    # PERSISTENT: how many programs share all tiles; 0: a program for each tile.
-    1: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, PERSISTENT=0, num_warps=8, num_stages=3),
-    2: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, PERSISTENT=0, num_warps=8, num_stages=4),
-    4: dict(BLOCK_M=64, BLOCK_N=64, GROUP_M=8, PERSISTENT=0, num_warps=4, num_stages=3),
+    # By the bytes of a number. Stages are what fits 228 KiB of shared memory.
+    1: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=4),
+    2: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=4),
+    4: dict(BLOCK_M=64, BLOCK_N=64, GROUP_M=8, num_warps=4, num_stages=3),
 }
 _TRANSPOSED = {
     2: dict(BLOCK_N=128, BLOCK_K=256, BLOCK_M=64, num_warps=8, num_stages=3),
@@ -180,8 +162,8 @@ _TRANSPOSED = {
 def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int, grouped: bool, gathered: bool = False,
                     transposed: bool = False, a_outer: bool, b_outer: bool) -> gpu.Launch:  # fmt: skip
     """Inputs: a [any, k], b [num_groups, n, k] (`transposed`: [num_groups, k, n]), outer scales of a and b, which row of a each
-    of the m rows is (any array where not `gathered`), the three arrays of `group_tiles_launch` (any arrays where not `grouped`), m,
-    and the number of tiles, which is the grid's where that is not PERSISTENT. Output: [m, n]."""
+    of the m rows is (any array where not `gathered`), the three arrays of `group_tiles_launch` (any where not `grouped`), m.
+    Output: [m, n]."""
     itemsize = jnp.dtype(dtype).itemsize
     op = f"multiply{'_transposed' if transposed else ''}_{jnp.dtype(dtype).name}"
     config = tuning.config(op, rows=m // num_groups, features=n, depth=k, default=_FORWARD[itemsize])
@@ -193,7 +175,6 @@ def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int
         B_STRIDE_K=n if transposed else 1,
         GROUPED=grouped,
         GATHERED=gathered,
-        PERSISTENT=config["PERSISTENT"],
         A_OUTER=a_outer,
         B_OUTER=b_outer,
         BLOCK_M=block_m,
@@ -202,8 +183,7 @@ def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int
         GROUP_M=config["GROUP_M"],
     )
     tiles = num_tiles(m, num_groups, block_m) if grouped else triton.cdiv(m, block_m)
-    tiles *= triton.cdiv(n, block_n)
-    grid = (min(tiles, config["PERSISTENT"]) if config["PERSISTENT"] else tiles,)
+    grid = (tiles * triton.cdiv(n, block_n),)
     return gpu.Launch(
         multiply_kernel, gpu.outputs(((m, n), out_dtype)), grid, constants, config["num_warps"], config["num_stages"],
         zeroed=(0,) if grouped else (),  # rows behind the last group
@@ -271,35 +251,20 @@ def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, rows=None, tran
     if grouped:
         tiles = gpu.run(group_tiles_launch(m, num_groups, launch.constants["BLOCK_M"]), group_sizes.astype(jnp.int32))
     outer = [jnp.zeros((1,), jnp.float32) if each is None else each.reshape(-1) for each in (a_outer, b_outer)]
-    num_tiles_n = triton.cdiv(n, launch.constants["BLOCK_N"])
-    row_tiles = num_tiles(m, num_groups, launch.constants["BLOCK_M"]) if grouped else triton.cdiv(m, launch.constants["BLOCK_M"])
     rows = unused if rows is None else rows.astype(jnp.int32)
-    return gpu.run(launch, a, b, *outer, rows, *tiles, m, row_tiles * num_tiles_n)[0]
+    return gpu.run(launch, a, b, *outer, rows, *tiles, m)[0]
 
 
 # --- the operations ------------------------------------------------------------------------------------------------------------
 
 
-# Up to so many rows for a weight matrix its packed bytes are read and expanded in the kernel; beyond, they are expanded once.
-# Either way gives the same bits.
-PACKED_ROWS = 64
-
-
-def _packed_inner(x, w, num_rows: int) -> str | None:
-    """The inner product of the kernel on packed weights, or None where the other kernel is the better one."""
-    if not isinstance(w, Nvfp4Array) or not isinstance(x, (Nvfp4Array, ExpandedArray)):
-        return None
-    if gpu.capability() >= 100 and isinstance(x, Nvfp4Array):
-        return "native"
-    few = num_rows <= PACKED_ROWS * w.shape[0]
-    return ("fp8" if operands.product_dtype(x, w) == jnp.float8_e4m3fn else "bf16") if few else None
-
-
 def grouped_matmul(x, w, group_sizes, *, rows=None, out_dtype=jnp.bfloat16, kernel="triton"):
     """`grouped_matmul` for operands of any kind; w [E, N, K]. `group_sizes` None: dense, E = 1."""
     num_rows = x.shape[0] if rows is None else rows.shape[0]
-    inner = _packed_inner(x, w, num_rows)
-    if inner is not None:
+    if kernel == "triton" and operands.reads_packed(x, w, num_rows):
+        inner = "fp8" if operands.product_dtype(x, w) == jnp.float8_e4m3fn else "bf16"
+        if isinstance(x, Nvfp4Array) and gpu.multiplies_codes():
+            inner = "native"
         if rows is not None:
             x = operands.take_rows(x, rows)
         sizes = jnp.full((1,), num_rows, jnp.int32) if group_sizes is None else group_sizes.astype(jnp.int32)
@@ -320,17 +285,25 @@ def grouped_matmul_dgrad(g, w, group_sizes, *, out_dtype=jnp.float32, kernel="tr
     return _multiply(g, w_values, None, w_outer, group_sizes, out_dtype=out_dtype, transposed=True, kernel=kernel)
 
 
+def _dequantized(operand: operands.Operand, dtype) -> jax.Array:
+    """The numbers that an operand stands for, in one pass: exact in bfloat16 with power-of-two outer scales, else rounded."""
+    if isinstance(operand, Nvfp4Array):
+        return nvfp4_triton.dequantize(operand, dtype)
+    if isinstance(operand, ExpandedArray):
+        outer = operand.outer_scale[..., None] if operand.outer_per_row else operand.outer_scale[..., None, None]
+        return (operand.values.astype(jnp.float32) * outer).astype(dtype)
+    return operand
+
+
 def grouped_matmul_wgrad(x, g, group_sizes, *, kernel="triton"):
-    """g.T @ dequantized(x) for each group. The outer scales of x, powers of two by the default rule, go into g exactly; others
-    round g once more, to bfloat16."""
+    """g.T @ dequantized(x) for each group. x is exact by the default rule; outer scales that are no powers of two cost x one more
+    rounding to bfloat16."""
     dtype = operands.gradient_dtype(x)
-    x_values, x_outer = _plain(x, dtype)
-    if x_outer is not None:
-        g = g.astype(jnp.float32) * (x_outer[:, None] if x_outer.ndim else x_outer)
+    x, g = _dequantized(x, dtype), g.astype(dtype)
     if kernel == "mosaic":
-        return mosaic.multiply_transposed(g.astype(dtype), x_values, group_sizes)
+        return mosaic.multiply_transposed(g, x, group_sizes)
     m, n = g.shape
     num_groups = 1 if group_sizes is None else group_sizes.shape[0]
     ends = jnp.full((1,), m, jnp.int32) if group_sizes is None else jnp.cumsum(group_sizes).astype(jnp.int32)
-    launch = multiply_transposed_launch(m, n, x_values.shape[1], dtype, num_groups=num_groups)
-    return gpu.run(launch, g.astype(dtype), x_values, ends)[0]
+    launch = multiply_transposed_launch(m, n, x.shape[1], dtype, num_groups=num_groups)
+    return gpu.run(launch, g, x, ends)[0]

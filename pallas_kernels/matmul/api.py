@@ -29,7 +29,8 @@ def matmul(
       NotImplementedError: unknown implementation.
     """
     operands.check_contraction("matmul", x, w)
-    chosen = operands.resolve_matmul("matmul", implementation, operands.product_dtype(x, w), *w.shape)
+    packed = operands.reads_packed(x, w, x.shape[0])
+    chosen = operands.resolve_matmul("matmul", implementation, operands.product_dtype(x, w), *w.shape, packed=packed)
     if chosen != "reference":
         from pallas_kernels.matmul import triton
 

@@ -7,7 +7,7 @@
 Source of the format: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), section 2.
 """
 
-from pallas_kernels.nvfp4.api import dequantize, expand, quantize, quantize_expanded
+from pallas_kernels.nvfp4.api import dequantize, expand, quantize, quantize_expanded, quantize_operand
 from pallas_kernels.nvfp4.array import Nvfp4Array, block_scale_values, block_values, pack_codes, unpack_codes
 from pallas_kernels.nvfp4.expanded import ExpandedArray
 from pallas_kernels.nvfp4.formats import E2M1_VALUES
@@ -32,6 +32,7 @@ __all__ = [
     "pack_codes",
     "quantize",
     "quantize_expanded",
+    "quantize_operand",
     "random_hadamard",
     "unpack_codes",
 ]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, numerics
+from pallas_kernels import dispatch, gpu, numerics
 from pallas_kernels.nvfp4 import formats
 from pallas_kernels.nvfp4.array import Nvfp4Array, block_scale_values, unpack_codes
 from pallas_kernels.nvfp4.blocks import outer_scale_shape
@@ -91,6 +91,17 @@ def quantize_expanded(
 
         return triton.quantize_expanded(lax.stop_gradient(x), rule, dtype, amax)
     return expand_reference(quantize(x, rule, amax=amax, implementation="reference"), dtype)
+
+
+def quantize_operand(
+    x: Float[Array, "..."], rule: ScaleRule, *, implementation: str | None = None
+) -> Nvfp4Array | ExpandedArray:
+    """Quantises activations into what the matmul of this device reads best: `quantize`, or on a GPU without FP4 units
+    `quantize_expanded`. The numbers are the same.
+    """
+    if gpu.multiplies_codes():
+        return quantize(x, rule, implementation=implementation)
+    return quantize_expanded(x, rule, implementation=implementation)
 
 
 def expand(q: Nvfp4Array, dtype=jnp.float8_e4m3fn, *, implementation: str | None = None) -> ExpandedArray:

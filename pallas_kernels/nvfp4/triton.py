@@ -33,6 +33,7 @@ from pallas_kernels.nvfp4.triton_scales import (
     power_of_two,
     scale_value,
 )
+from pallas_kernels.triton_numerics import round_to
 
 
 @triton.jit
@@ -337,13 +338,11 @@ def quantize_expanded(x: jax.Array, rule: ScaleRule, dtype, amax: jax.Array | No
 
 
 @triton.jit
-def e2m1_times(codes, scale):
-    """E2M1 codes (int32, 0..15) x scale (float32): exact.
-
-    The three magnitude bits are put at bit 9 of a float16, which makes its value x 2^-14, also where it is subnormal.
-    """
+def e2m1_scaled_down(codes):
+    """Values of E2M1 codes (int32, 0..15) x 2^-14, float32: the three magnitude bits, put at bit 9 of a float16, are just that,
+    also where they make a subnormal number."""
     half = (((codes & 7) << 9) | ((codes & 8) << 12)).to(tl.uint16).to(tl.float16, bitcast=True)
-    return half.to(tl.float32) * (scale * 16384.0)
+    return half.to(tl.float32)
 
 
 @triton.jit
@@ -356,29 +355,48 @@ def any_e4m3_value(byte):
 
 
 @triton.jit
-def expand_kernel(codes_ptr, scale_ptr, num_blocks, out_ptr, BLOCKS: tl.constexpr):
-    """Multiplies out BLOCKS blocks: 8 code bytes and a scale byte each become 16 numbers."""
+def expand_kernel(codes_ptr, scale_ptr, outer_ptr, num_blocks, out_ptr, SHARING: tl.constexpr, BLOCKS: tl.constexpr):
+    """Multiplies out BLOCKS blocks: 8 code bytes and a scale byte each become 16 numbers. SHARING: so many blocks have one outer
+    scale, which is multiplied in too; 0: it is not."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < num_blocks
     scale = any_e4m3_value(tl.load(scale_ptr + block, mask=inside, other=0))
     byte = tl.load(codes_ptr + block[:, None] * 8 + tl.arange(0, 8)[None, :], mask=inside[:, None], other=0).to(tl.int32)
-    low = e2m1_times(byte & 0xF, scale[:, None])
-    high = e2m1_times(byte >> 4, scale[:, None])
-    values = tl.reshape(tl.join(low, high), (BLOCKS, 16)).to(out_ptr.dtype.element_ty)
+    low = e2m1_scaled_down(byte & 0xF)
+    high = e2m1_scaled_down(byte >> 4)
+    if SHARING > 0:
+        # In the order of `dequantize`: the scales first, then the code.
+        scale = scale * tl.load(outer_ptr + block // SHARING, mask=inside, other=0.0)
+        low = low * 16384.0 * scale[:, None]
+        high = high * 16384.0 * scale[:, None]
+    else:
+        low = low * (scale * 16384.0)[:, None]
+        high = high * (scale * 16384.0)[:, None]
+    values = round_to(tl.reshape(tl.join(low, high), (BLOCKS, 16)), out_ptr.dtype.element_ty)
     tl.store(out_ptr + block[:, None] * 16 + tl.arange(0, 16)[None, :], values, mask=inside[:, None])
 
 
-def expand_launch(num_blocks: int, shape: tuple[int, ...], dtype) -> gpu.Launch:
-    """Inputs: codes, scale bytes, number of blocks of 16. Output: values of `shape`."""
+def expand_launch(num_blocks: int, shape: tuple[int, ...], dtype, *, sharing: int = 0) -> gpu.Launch:
+    """Inputs: codes, scale bytes, outer scales (any array where `sharing` is 0), number of blocks of 16. Output: values of
+    `shape`; with `sharing`, times the outer scales, one for so many blocks."""
     blocks = 256
-    return gpu.Launch(expand_kernel, gpu.outputs((shape, dtype)), (triton.cdiv(num_blocks, blocks),), dict(BLOCKS=blocks))
+    constants = dict(SHARING=sharing, BLOCKS=blocks)
+    return gpu.Launch(expand_kernel, gpu.outputs((shape, dtype)), (triton.cdiv(num_blocks, blocks),), constants)
+
+
+def _expand(q: Nvfp4Array, dtype, sharing: int) -> jax.Array:
+    num_blocks = int(np.prod(q.block_scale.shape))
+    scale = jax.lax.bitcast_convert_type(q.block_scale, jnp.uint8)
+    launch = expand_launch(num_blocks, q.shape, dtype, sharing=sharing)
+    return gpu.run(launch, q.codes, scale, q.outer_scale.reshape(-1), num_blocks)[0]
 
 
 def expand(q: Nvfp4Array, dtype) -> ExpandedArray:
     """`nvfp4.expand`."""
-    num_blocks = int(np.prod(q.block_scale.shape))
-    scale = jax.lax.bitcast_convert_type(q.block_scale, jnp.uint8)
-    (values,) = gpu.run(expand_launch(num_blocks, q.shape, dtype), q.codes, scale, num_blocks)
-    return ExpandedArray(values=values, outer_scale=q.outer_scale)
+    return ExpandedArray(values=_expand(q, dtype, 0), outer_scale=q.outer_scale)
 
 
+def dequantize(q: Nvfp4Array, dtype) -> jax.Array:
+    """`nvfp4.dequantize`, bit for bit."""
+    blocks_of_a_row = q.shape[-1] // 16
+    return _expand(q, dtype, blocks_of_a_row if q.outer_per_row else blocks_of_a_row * q.shape[-2])

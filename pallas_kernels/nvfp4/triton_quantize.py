@@ -16,11 +16,14 @@ A GPU can spend about 26 instructions a number before quantising is slower than 
 
 import os
 
+import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from pallas_kernels import gpu
+from pallas_kernels.nvfp4.array import Nvfp4Array
+from pallas_kernels.nvfp4.expanded import ExpandedArray
 from pallas_kernels.nvfp4.triton_scales import (
     FRACTION_MASK,
     INFINITY_BITS,
@@ -59,14 +62,24 @@ def _multiply_flushing(x, y):
 
 @triton.jit
 def _e4m3_pair(low, high):
-    """Two float32 as a word of two E4M3 bytes; both are E4M3 numbers."""
+    """Two float32 as a word of two E4M3 bytes, int32; both are E4M3 numbers."""
     if _ASSEMBLY:
-        return tl.inline_asm_elementwise(
+        pair = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", [high, low], dtype=tl.int16, is_pure=True, pack=1
         )
+        return pair.to(tl.int32)
     else:
-        low = low.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16)
-        return low | (high.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
+        low = low.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        return low | (high.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+
+
+@triton.jit
+def _signs(word):
+    """The signs of a word's two bfloat16 numbers at the signs' places of two E4M3 bytes; other bits are anything."""
+    if _ASSEMBLY:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4431;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return ((word >> 8) & 0xFF) | ((word >> 16) & 0xFF00)
 
 
 @triton.jit
@@ -141,11 +154,14 @@ def quantize_words(
     bits [ROWS] for the outer scales. Whole columns of blocks are in or out of the row."""
     live = (outer_max < INFINITY_BITS) & (outer_max >= SMALLEST_AMAX_BITS)
     outer_exponent = tl.where(live, binary_outer_exponent(outer_max), 0)
-    # A dead row is all zero: its words lose everything, the signs too.
-    keep = tl.where(live, -1, 0)[:, None, None]
-    a = a & keep
-    b = b & keep
-    pairs = tl.reduce(larger_words(a, b), 2, _max_of_pairs)
+    if tl.max(tl.where(live, 0, 1)) > 0:
+        # A dead row is all zero, the signs too. There is hardly ever one.
+        keep = tl.where(live, -1, 0)[:, None, None]
+        a = a & keep
+        b = b & keep
+    a_size = a & 0x7FFF7FFF
+    b_size = b & 0x7FFF7FFF
+    pairs = tl.reduce(_max_of_pairs(a_size, b_size), 2, _max_of_pairs)
     block_max = tl.maximum(pairs & 0xFFFF, pairs >> 16) << 16
     block_max = tl.where(block_max < (1 << 23), 0, block_max)
     exponent = (block_max >> 23) - 127 - outer_exponent[:, None]
@@ -159,10 +175,10 @@ def quantize_words(
     inverse_four = _scale_inverse(byte_four)[:, :, None]
 
     factor = power_of_two(-outer_exponent)[:, None, None]
-    a_even = tl.abs(_multiply_flushing(low_value(a), factor))
-    a_odd = tl.abs(_multiply_flushing(high_value(a), factor))
-    b_even = tl.abs(_multiply_flushing(low_value(b), factor))
-    b_odd = tl.abs(_multiply_flushing(high_value(b), factor))
+    a_even = _multiply_flushing(low_value(a_size), factor)
+    a_odd = _multiply_flushing(high_value(a_size), factor)
+    b_even = _multiply_flushing(low_value(b_size), factor)
+    b_odd = _multiply_flushing(high_value(b_size), factor)
 
     a_even6 = _round(a_even, inverse_six, 6.0, SATURATE)
     a_odd6 = _round(a_odd, inverse_six, 6.0, SATURATE)
@@ -194,12 +210,11 @@ def quantize_words(
     word = index[:, :, None] * 8 + tl.arange(0, 4)[None, None, :]
     if EXPANDED:
         scale = tl.where(four_wins, scale_four, scale_six)
-        # The signs of a word's two numbers are its bits 15 and 31; those of the two bytes are 7 and 15.
-        a_bytes = _e4m3_pair(a_even * scale, a_odd * scale) | (((a >> 8) & 0x80) | ((a >> 16) & 0x8000)).to(tl.int16)
-        b_bytes = _e4m3_pair(b_even * scale, b_odd * scale) | (((b >> 8) & 0x80) | ((b >> 16) & 0x8000)).to(tl.int16)
+        a_bytes = _e4m3_pair(a_even * scale, a_odd * scale) | (_signs(a) & 0x8080)
+        b_bytes = _e4m3_pair(b_even * scale, b_odd * scale) | (_signs(b) & 0x8080)
         out_ptr = out_ptr.to(tl.pointer_type(tl.int16))
-        tl.store(out_ptr + word, a_bytes, mask=inside[:, :, None])
-        tl.store(out_ptr + word + 4, b_bytes, mask=inside[:, :, None])
+        tl.store(out_ptr + word, a_bytes.to(tl.int16), mask=inside[:, :, None])
+        tl.store(out_ptr + word + 4, b_bytes.to(tl.int16), mask=inside[:, :, None])
     else:
         tl.store(out_ptr + word, (_codes(a_even, a << 16) | (_codes(a_odd, a) << 4)).to(tl.uint8), mask=inside[:, :, None])
         tl.store(out_ptr + word + 4, (_codes(b_even, b << 16) | (_codes(b_odd, b) << 4)).to(tl.uint8), mask=inside[:, :, None])
@@ -315,7 +330,10 @@ def quantize_launch(m: int, k: int, *, given_rows: int, expanded: bool) -> gpu.L
 
 
 def row_launch(kernel, m: int, k: int, tiling: dict, constants: dict) -> gpu.Launch:
-    """Launch of a kernel that ends in `quantize_words`, for m rows of k numbers; `constants` holds EXPANDED."""
+    """Launch of a kernel that ends in `quantize_words`, for m rows of k numbers; `constants` holds EXPANDED.
+
+    Outputs: codes [m, k / 2], outer scales [m], scale bytes [m, k / 16]; or, EXPANDED, E4M3 values [m, k] and outer scales.
+    """
     num_warps = tiling["num_warps"]
     constants = dict(K=k, ROWS=tiling["ROWS"], BLOCKS=tiling["BLOCKS"], **constants)
     if constants["EXPANDED"]:
@@ -324,3 +342,12 @@ def row_launch(kernel, m: int, k: int, tiling: dict, constants: dict) -> gpu.Lau
     else:
         out_shape = gpu.outputs(((m, k // 2), jnp.uint8), ((m,), jnp.float32), ((m, k // 16), jnp.uint8))
     return gpu.Launch(kernel, out_shape, (triton.cdiv(m, tiling["ROWS"]),), constants, num_warps)
+
+
+def operand_of_rows(outputs) -> Nvfp4Array | ExpandedArray:
+    """The outputs of a `row_launch` as an operand of a matmul."""
+    if len(outputs) == 2:
+        return ExpandedArray(*outputs)
+    codes, outer_scale, scale_bytes = outputs
+    block_scale = jax.lax.bitcast_convert_type(scale_bytes, jnp.float8_e4m3fn)
+    return Nvfp4Array(codes=codes, block_scale=block_scale, outer_scale=outer_scale, fp8_exact=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, nvfp4
+from pallas_kernels import dispatch, gpu, nvfp4
 from pallas_kernels.numerics import ordered_sum
 from pallas_kernels.rms_norm import reference
 
@@ -60,8 +60,8 @@ def rms_norm_quantize(
     *,
     eps: float,
     implementation: str | None = None,
-) -> nvfp4.ExpandedArray:
-    """``nvfp4.quantize_expanded(rms_norm(x, weight), rule)``, bit for bit; one kernel for bfloat16 rows of up to 8192 numbers by
+) -> nvfp4.Nvfp4Array | nvfp4.ExpandedArray:
+    """``nvfp4.quantize_operand(rms_norm(x, weight), rule)``, bit for bit; one kernel for bfloat16 rows of up to 8192 numbers by
     the row-wise `fp8_exact` rule.
 
     Gradients do not flow through.
@@ -77,6 +77,6 @@ def rms_norm_quantize(
     if chosen == "triton" and rule == nvfp4.ScaleRule.fp8_exact() and x.dtype == jnp.bfloat16 and x.shape[-1] <= 8192:
         from pallas_kernels.rms_norm import triton_quantize
 
-        return triton_quantize.rms_norm_quantize(x, weight, eps=eps)
+        return triton_quantize.rms_norm_quantize(x, weight, eps=eps, expanded=not gpu.multiplies_codes())
     normed = rms_norm(x, weight, eps=eps, implementation=chosen)
-    return nvfp4.quantize_expanded(normed, rule, implementation=chosen)
+    return nvfp4.quantize_operand(normed, rule, implementation=chosen)

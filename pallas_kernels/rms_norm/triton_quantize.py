@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import gpu
+from pallas_kernels.nvfp4.array import Nvfp4Array
 from pallas_kernels.nvfp4.expanded import ExpandedArray
 from pallas_kernels.nvfp4.triton_quantize import (
     bfloat16_pair,
@@ -11,12 +12,13 @@ from pallas_kernels.nvfp4.triton_quantize import (
     larger_words,
     load_words,
     low_value,
+    operand_of_rows,
     quantize_words,
     row_launch,
     row_maximum,
     tree_of_words,
 )
-from pallas_kernels.triton_numerics import ordered_sum, reciprocal_sqrt, separate_product
+from pallas_kernels.triton_numerics import ordered_sum, reciprocal_sqrt
 
 
 @triton.jit
@@ -24,6 +26,12 @@ def _weights(weight_ptr, STREAM: tl.constexpr, BLOCKS: tl.constexpr, K: tl.const
     """[1, BLOCKS, 4] weights of one of the four streams of words, which lie one behind the other."""
     index = tl.arange(0, BLOCKS)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     return tl.load(weight_ptr + STREAM * (K // 4) + index, mask=index < K // 4, other=0.0)
+
+
+@triton.jit
+def _square(x):
+    """`separate_product(x * x)`, which is never negative."""
+    return tl.minimum(x * x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -39,8 +47,7 @@ def rms_norm_quantize_kernel(
     b_even = low_value(b)
     b_odd = high_value(b)
     squares = tree_of_words(
-        separate_product(a_even * a_even), separate_product(a_odd * a_odd),
-        separate_product(b_even * b_even), separate_product(b_odd * b_odd), ROWS, BLOCKS,
+        _square(a_even), _square(a_odd), _square(b_even), _square(b_odd), ROWS, BLOCKS,
     )  # fmt: skip
     mean = (ordered_sum(squares, ROWS, BLOCKS) + EPS * K) * (1.0 / K)
     inverse = reciprocal_sqrt(mean)[:, None, None]
@@ -57,12 +64,12 @@ def rms_norm_quantize_kernel(
 LONGEST_ROW = 8192  # what a program can hold
 
 
-def rms_norm_quantize_launch(m: int, k: int, eps: float) -> gpu.Launch:
-    """Inputs: x [m, k] bfloat16, `streams` of the weight [4, k / 4] float32, m. Outputs: E4M3 values [m, k], outer scales [m]."""
+def rms_norm_quantize_launch(m: int, k: int, eps: float, *, expanded: bool) -> gpu.Launch:
+    """Inputs: x [m, k] bfloat16, `streams` of the weight [4, k / 4] float32, m. Outputs: as `row_launch` has them."""
     blocks = triton.next_power_of_2(k // 16)
     rows = max(1, 256 // blocks)
     tiling = dict(ROWS=rows, BLOCKS=blocks, num_warps=max(1, min(8, rows * blocks // 64)))
-    return row_launch(rms_norm_quantize_kernel, m, k, tiling, dict(EXPANDED=True, EPS=eps))
+    return row_launch(rms_norm_quantize_kernel, m, k, tiling, dict(EXPANDED=expanded, EPS=eps))
 
 
 def streams(weight_D):
@@ -70,6 +77,6 @@ def streams(weight_D):
     return weight_D.reshape(-1, 2, 4, 2).transpose(1, 3, 0, 2).reshape(4, -1)
 
 
-def rms_norm_quantize(x_MD, weight_D, *, eps) -> ExpandedArray:
+def rms_norm_quantize(x_MD, weight_D, *, eps, expanded: bool) -> Nvfp4Array | ExpandedArray:
     m, k = x_MD.shape
-    return ExpandedArray(*gpu.run(rms_norm_quantize_launch(m, k, eps), x_MD, streams(weight_D), m))
+    return operand_of_rows(gpu.run(rms_norm_quantize_launch(m, k, eps, expanded=expanded), x_MD, streams(weight_D), m))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, nvfp4
+from pallas_kernels import dispatch, gpu, nvfp4
 from pallas_kernels.silu_mul import reference
 
 
@@ -49,8 +49,8 @@ _silu_mul.defvjp(_forward, _backward)
 
 def silu_mul_quantize(
     gate_up: Float[Array, "M F2"], rule: nvfp4.ScaleRule, *, implementation: str | None = None
-) -> nvfp4.ExpandedArray:
-    """``nvfp4.quantize_expanded(silu_mul(gate_up), rule)``, bit for bit; one kernel for bfloat16 by the row-wise `fp8_exact`
+) -> nvfp4.Nvfp4Array | nvfp4.ExpandedArray:
+    """``nvfp4.quantize_operand(silu_mul(gate_up), rule)``, bit for bit; one kernel for bfloat16 by the row-wise `fp8_exact`
     rule.
 
     Gradients do not flow through.
@@ -64,5 +64,5 @@ def silu_mul_quantize(
     if chosen == "triton" and rule == nvfp4.ScaleRule.fp8_exact() and gate_up.dtype == jnp.bfloat16:
         from pallas_kernels.silu_mul import triton_quantize
 
-        return triton_quantize.silu_mul_quantize(gate_up)
-    return nvfp4.quantize_expanded(silu_mul(gate_up, implementation=chosen), rule, implementation=chosen)
+        return triton_quantize.silu_mul_quantize(gate_up, expanded=not gpu.multiplies_codes())
+    return nvfp4.quantize_operand(silu_mul(gate_up, implementation=chosen), rule, implementation=chosen)

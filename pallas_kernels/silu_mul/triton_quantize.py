@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import gpu
+from pallas_kernels.nvfp4.array import Nvfp4Array
 from pallas_kernels.nvfp4.expanded import ExpandedArray
 from pallas_kernels.nvfp4.triton_quantize import (
     bfloat16_pair,
@@ -11,6 +12,7 @@ from pallas_kernels.nvfp4.triton_quantize import (
     larger_words,
     load_words,
     low_value,
+    operand_of_rows,
     quantize_three,
     quantize_words,
     row_launch,
@@ -59,11 +61,11 @@ def silu_mul_quantize_kernel(
             quantize_words(a, b, largest, row, block0, m, out_ptr, outer_ptr, scale_ptr, K, ROWS, BLOCKS, False, EXPANDED)
 
 
-def silu_mul_quantize_launch(m: int, k: int) -> gpu.Launch:
-    """Inputs: gate_up [m, 2 k] bfloat16, m. Outputs: E4M3 values [m, k] and outer scales [m]."""
-    return row_launch(silu_mul_quantize_kernel, m, k, row_tiling(k), dict(EXPANDED=True))
+def silu_mul_quantize_launch(m: int, k: int, *, expanded: bool) -> gpu.Launch:
+    """Inputs: gate_up [m, 2 k] bfloat16, m. Outputs: as `row_launch` has them."""
+    return row_launch(silu_mul_quantize_kernel, m, k, row_tiling(k), dict(EXPANDED=expanded))
 
 
-def silu_mul_quantize(gate_up_MF) -> ExpandedArray:
+def silu_mul_quantize(gate_up_MF, *, expanded: bool) -> Nvfp4Array | ExpandedArray:
     m, k = gate_up_MF.shape[0], gate_up_MF.shape[1] // 2
-    return ExpandedArray(*gpu.run(silu_mul_quantize_launch(m, k), gate_up_MF, m))
+    return operand_of_rows(gpu.run(silu_mul_quantize_launch(m, k, expanded=expanded), gate_up_MF, m))

@@ -16,9 +16,8 @@ ROWS = (1, 2, 7, 16, 17, 64, 127, 128, 129, 130, 4096)
 ACTIVATIONS, WEIGHTS = ScaleRule.fp8_exact(outer="row"), ScaleRule.fp8_exact(outer="matrix")
 OTHER_ACTIVATIONS = ScaleRule.te(outer="row", four_over_six="mae", bound=256)
 OTHER_WEIGHTS = ScaleRule.te(outer="matrix", four_over_six="mae", bound=256)
-# Hopper's fp8 units align the products of one step and the accumulator to the largest of them and keep about 13 bits below it:
-# each step of 32 products loses less than 2^-12 of the largest partial sum or product, and the partial sums go to float32 every
-# PROMOTION products. Relative to sum |x w|, the bound below holds with room for any data; it is not a bound relative to the sum.
+# Hopper's fp8 units align the products of one instruction and the accumulator to the largest of them and keep about 13 bits below
+# it. Measured (docs/kernels.md): at most 3.1e-4 of sum |x w| for K up to 12288; this is half as much again.
 FP8_BOUND = 2.0**-11
 
 
@@ -136,7 +135,7 @@ def test_dense_gradients(kind):
     dx = np.asarray(matmul_dgrad(g, w), np.float64)
     dw = np.asarray(matmul_wgrad(x, g), np.float64)
     g64 = _float64(g)
-    # float32 sums of exact products, except where the outer scales are no powers of two and g is rounded to bfloat16 again.
+    # float32 sums of exact products, except where the outer scales are no powers of two and x is rounded to bfloat16 again.
     assert _relative(dx, g64 @ _float64(w)) < 1e-6
     assert _relative(dw, g64.T @ _float64(x)) < (2.0**-8 if kind == "nvfp4_as_bf16" else 1e-6)
 
@@ -197,14 +196,3 @@ def test_rows_by_index_are_rows_copied(kind):
     _same(grouped_matmul(x, w, sizes, rows=rows), grouped_matmul(copied, w, sizes))
     few = jnp.asarray([3, 0, 4, 0, 0, 2, 0, 0], jnp.int32)  # packed weights where there are any
     _same(grouped_matmul(x, w, few, rows=rows[:9]), grouped_matmul(jax.tree.map(lambda leaf: leaf[:9], copied), w, few))
-
-
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
-def test_programs_that_go_through_many_tiles_give_the_same_bits(kind):
-    x, w = _operands(kind, 600, 200, 144, groups=8)
-    x, w = (nvfp4.expand(each) if kind == "fp8" else each for each in (x, w))
-    sizes = jnp.asarray([64, 0, 100, 65, 128, 200, 1, 41], jnp.int32)
-    op = "multiply_float8_e4m3fn" if kind == "fp8" else "multiply_bfloat16"
-    first = grouped_matmul(x, w, sizes, implementation="triton")
-    with tuning.override(op, dict(PERSISTENT=5)):
-        _same(grouped_matmul(x, w, sizes, implementation="triton"), first)

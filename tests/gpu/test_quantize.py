@@ -127,6 +127,15 @@ def test_expand_is_exact(dtype):
         nvfp4.expand(other)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("rule", [RULES["four_over_six_mae"], ScaleRule.te(outer="matrix")], ids=["row", "matrix"])
+def test_dequantize_rounds_as_the_reference(rule, dtype):
+    from pallas_kernels.nvfp4 import triton
+
+    q = nvfp4.quantize(jnp.nan_to_num(_data(129, 144, jnp.float32), posinf=1.0), rule)
+    _assert_equal(triton.dequantize(q, dtype), nvfp4.dequantize(q, dtype))
+
+
 def test_forty_runs():
     x = _data(512, 2048, jnp.bfloat16)
     run = jax.jit(lambda x: nvfp4.quantize(x, RULES["fp8_exact"]))
