@@ -10,7 +10,7 @@
 
 A wrong flag, a misspelt configuration field or an unusable file ends the script with one line on stderr that
 says what is wrong and how to mend it, and a status that is not 0. `--traceback` shows where such an error was
-raised.
+raised. `--implementation` says whether operations run as the reference or as kernels (`pallas_kernels.dispatch`).
 """
 
 import difflib
@@ -27,9 +27,13 @@ from absl import app, flags
 from minite_jax.checkpoint.config import flat_fields, to_plain
 from minite_jax.errors import UserError
 from minite_jax.optional import require
+from pallas_kernels import dispatch
 
 # Errors that mean wrong input rather than a mistake in the code, as long as their message is one line.
 _EXPECTED = (UserError, OSError, ValueError, NotImplementedError, ImportError)
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, dispatch.IMPLEMENTATIONS, "What operations run as, where they have it. Default: kernels on a GPU."
+)
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show the traceback of errors that are one line otherwise.")
 
 
@@ -84,6 +88,7 @@ def run(
 def call(main: Callable[[list[str]], Any], argv: list[str]) -> Any:
     """Runs `main`, and ends the process with one line if that raises an error that is the user's to mend."""
     try:
+        dispatch.prefer(_IMPLEMENTATION.value)
         return main(argv)
     except KeyboardInterrupt:
         fail("interrupted", status=130)

@@ -49,3 +49,16 @@ def test_the_choice_is_logged_once(caplog):
         names = [dispatch.resolve("an op of this test", name) for name in (None, "reference", None)]
     assert names == ["reference"] * 3
     assert [record.getMessage() for record in caplog.records] == ["an op of this test: reference implementation on cpu"]
+
+
+def test_a_preference_holds_for_what_names_nothing(monkeypatch):
+    monkeypatch.setattr(dispatch, "_preferred", None)
+    dispatch.prefer("reference")
+    assert dispatch.resolve("an op", None) == "reference"
+    dispatch.prefer("triton")
+    with pytest.raises(NotImplementedError, match="an op: the triton implementation needs a GPU, this is cpu"):
+        dispatch.resolve("an op", None)
+    assert dispatch.resolve("an op", "reference") == "reference"
+    assert dispatch.resolve("an op without a kernel", None, ("reference",)) == "reference"
+    with pytest.raises(ValueError, match="'cuda': must be one of reference, triton, mosaic"):
+        dispatch.prefer("cuda")
