@@ -138,6 +138,8 @@ def _pairs(x: Operand, w: Operand, group_sizes) -> tuple[np.ndarray, list[tuple[
     if group_sizes is None:
         return x_MK, [(slice(0, x_MK.shape[0]), w_values)]
     ends = np.cumsum(np.asarray(group_sizes))
+    if len(ends) and ends[-1] > x_MK.shape[0]:
+        raise ValueError(f"certify: group_sizes sum to {ends[-1]}, but x has {x_MK.shape[0]} rows; give x as it is multiplied")
     starts = ends - np.asarray(group_sizes)
     return x_MK, [(slice(int(a), int(b)), w_values[e]) for e, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from minite_jax.model.config import ModelConfig
 from minite_jax.model.policy import Policy
-from pallas_kernels.operands import Operand
+from pallas_kernels.operands import Operand, take_rows
 
 # Where the forward takes its matmuls from. Modules by name: their packages export functions that are called the same.
 _forward = importlib.import_module("minite_jax.model.forward")
@@ -86,7 +86,9 @@ def _recording() -> Iterator[list[MatmulOperands]]:
         calls.append(MatmulOperands(*jax.tree.map(jnp.asarray, (x, w, group_sizes))))
 
     def recorder(matmul):
-        def recorded(x, w, *args, **kwargs):
+        def recorded(x, w, *args, rows=None, **kwargs):
+            if rows is not None:  # what is multiplied are copies of these rows of x
+                x = take_rows(x, rows)
             jax.debug.callback(keep, x, w, *args, ordered=True)
             return matmul(x, w, *args, **kwargs)
 

@@ -104,11 +104,13 @@ def hidden_states(
       Hidden states [B, T, D] in the recipe's type, and the cache with `num_new` more tokens (None without a cache).
 
     Raises:
-      ValueError: more tokens than the cache has slots.
+      ValueError: no tokens, or more than the cache has slots.
     """
     config = policy.config
     batch, length = tokens.shape
     weights = policy.paired_weights()
+    if 0 in tokens.shape:
+        raise ValueError(f"tokens of shape {tokens.shape} hold nothing to compute; give at least one sequence of one token")
     if cache is not None and length > cache.capacity:
         raise ValueError(
             f"{length} tokens do not fit a cache of {cache.capacity} slots; make the cache larger or the prompt shorter"

@@ -87,7 +87,8 @@ def check_recipe(config: ModelConfig, recipe: Recipe) -> None:
 
 
 def prepare(params: dict, config: ModelConfig, recipe: Recipe) -> Policy:
-    """Checks master weights and quantises them once.
+    """Checks master weights and quantises them once. Not differentiable: a gradient reaches the masters through
+    `Policy.with_masters`, as the learner's update does it.
 
     Args:
       params: float32 tree as `init_params` makes it.

@@ -129,6 +129,8 @@ def _check(x, rule: ScaleRule, key, amax) -> None:
         raise ValueError(f"quantize takes float32 or bfloat16, got {x.dtype}; cast it first")
     if x.ndim < 2 or x.shape[-1] == 0 or x.shape[-1] % formats.BLOCK:
         raise ValueError(f"quantize needs [..., M, K], K a multiple of 16, got {x.shape}; pad K with zeros")
+    if x.size == 0:
+        raise ValueError(f"quantize got no numbers: shape {x.shape}; leave the call out where there is nothing to quantise")
     if x.shape[-2] % rule.block[0]:
         raise ValueError(f"16x16 blocks need M to be a multiple of 16, got {x.shape}; use block=(1, 16)")
     outer_shape = outer_scale_shape(x.shape, rule)

@@ -146,3 +146,9 @@ def test_operands_that_nothing_can_be_said_of():
     with pytest.raises(ValueError, match="last axis"):
         certify(x, x[:, :8])
     assert math.isnan(certify(x, x[None], jnp.zeros((1,), jnp.int32)).fraction_proven)
+
+
+def test_rows_that_are_not_there_are_refused():
+    x, w = np.ones((6, 16), np.float32), np.ones((3, 8, 16), np.float32)
+    with pytest.raises(ValueError, match="group_sizes sum to 12, but x has 6 rows"):
+        certify(jnp.asarray(x), jnp.asarray(w), jnp.asarray([4, 4, 4]))

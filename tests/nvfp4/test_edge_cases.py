@@ -123,6 +123,7 @@ def test_sign_of_zero(shared):
 @pytest.mark.parametrize(("shape", "rule", "message"), [
     ((2, 24), FP8_EXACT, r"multiple of 16, got \(2, 24\)"),
     ((16,), FP8_EXACT, r"got \(16,\)"),
+    ((0, 16), FP8_EXACT, r"no numbers: shape \(0, 16\)"),
     ((24, 32), nvfp4.ScaleRule.te(block=(16, 16)), r"M to be a multiple of 16, got \(24, 32\)"),
 ])  # fmt: skip
 def test_shapes_that_do_not_fit(shape, rule, message):
