@@ -170,8 +170,8 @@ def _listed(present: list[int]) -> str:
 
 def _damaged(workdir: str | os.PathLike, where: str, path: Path, reason: str) -> CheckpointError:
     others = [step for step in steps(workdir) if str(step) != path.name]
-    remedy = f"restore another step ({_listed(others)})" if others else "start the run again"
-    return CheckpointError(f"{where} is damaged, {reason}: {remedy}")
+    remedy = f"to go on from step {others[-1]}" if others else "and start the run again, it has no other"
+    return CheckpointError(f"{where} is damaged, {reason}: delete that folder {remedy}")
 
 
 def _read_json(workdir: str | os.PathLike, where: str, path: Path) -> dict[str, Any]:

@@ -231,7 +231,9 @@ def test_a_damaged_array_file_is_named(copy, damage):
         largest.write_bytes(content[: len(content) // 2])
     else:
         largest.unlink()
-    with pytest.raises(CheckpointError, match=f"is damaged, the file state/.*{largest.name}.*: start the run") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"is damaged, the file state/.*{largest.name}.*: delete that folder and start the run"
+    ) as caught:
         checkpoint.restore(copy, make_state(), CONFIG)
     assert "\n" not in str(caught.value)
 
@@ -245,7 +247,7 @@ def test_damaged_json_is_one_line(copy, name, content):
         path.unlink()
     else:
         path.write_text(content)
-    with pytest.raises(CheckpointError, match=r"is damaged, .*: restore another step \(5\)") as caught:
+    with pytest.raises(CheckpointError, match=r"is damaged, .*: delete that folder to go on from step 5$") as caught:
         checkpoint.restore(copy, make_state(), CONFIG)
     assert "\n" not in str(caught.value)
     assert_same(checkpoint.restore(copy, make_state(), CONFIG, step=5), make_state())
