@@ -30,7 +30,7 @@ from minite_jax.optional import require
 from pallas_kernels import dispatch
 
 # Errors that mean wrong input rather than a mistake in the code, as long as their message is one line.
-_EXPECTED = (UserError, OSError, ValueError, NotImplementedError, ImportError)
+_EXPECTED = (UserError, OSError, ValueError, OverflowError, NotImplementedError, ImportError)
 _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", None, dispatch.IMPLEMENTATIONS, "What operations run as, where they have it. Default: kernels on a GPU."
 )
@@ -129,9 +129,10 @@ def parse(
     strays = rest[2:] if commands else rest[1:]
     if strays:
         fail(f"{strays[0]!r} is no flag: flags look like --name=value")
-    missing = [name for name in required if flag_values[name].value is None]
+    missing = [name for name in required if flag_values[name].value in (None, "")]
     if missing:
-        fail(f"--{missing[0]} is missing: give --{missing[0]}=... ({flag_values[missing[0]].help.rstrip('.')})")
+        how = "missing" if flag_values[missing[0]].value is None else "empty"
+        fail(f"--{missing[0]} is {how}: give --{missing[0]}=... ({flag_values[missing[0]].help.rstrip('.')})")
     return rest
 
 

@@ -100,6 +100,12 @@ def test_wrong_arguments(parse, argument, line):
     assert parse("--config=config.py", "--workdir=x", argument) == f"script: {line}"
 
 
+def test_an_empty_workdir_is_not_the_folder_at_hand(parse):
+    assert parse("--config=config.py", "--workdir=").startswith(
+        "script: --workdir is empty: give --workdir=... (Folder of the run"
+    )
+
+
 @pytest.mark.parametrize(
     ("file", "line"),
     [
