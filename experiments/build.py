@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -36,10 +37,12 @@ class Setup:
 
 
 def _section(config, name: str, make: Callable):
-    """Calls `make` with a section's fields; what it refuses is reported with the section's name."""
+    """Calls `make` with the fields of a section, such as "sft.optimizer"; what it refuses is reported with the section's name."""
+    for part in name.split("."):
+        config = config[part]
     try:
-        return make(**dict(config[name]))
-    except (TypeError, ValueError) as error:
+        return make(**dict(config))
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"--config.{name}: {error}") from error
 
 
@@ -49,6 +52,41 @@ def _choice(name: str, value: str, choices) -> str:
     return value
 
 
+def _between(name: str, value: float, low: float, high: float = math.inf, why: str = "") -> None:
+    if low <= value <= high and (isinstance(value, int) or math.isfinite(value)):
+        return
+    if high < math.inf:
+        allowed = f"must lie between {low} and {high}"
+    else:
+        allowed = f"must be {'' if isinstance(value, int) else 'finite and '}at least {low}"
+    raise UserError(f"--config.{name}={value}: {allowed}{why}")
+
+
+def _check_ranges(config, task: Task) -> None:
+    """Refuses numbers that would end the run only when they are used, after minutes of warm-up perhaps."""
+    _between("seed", config.seed, 0, 2**32 - 1)
+    for name in ("steps", "extra_steps"):
+        _between(f"sft.{name}", config.sft[name], 0)
+    _between("rl.steps", config.rl.steps, 0)
+    if config.sft.steps == config.rl.steps == 0:
+        raise UserError("--config.sft.steps=0 and --config.rl.steps=0: there is nothing to do, one must be at least 1")
+    for name, value, split in (
+        ("sft.batch_size", config.sft.batch_size, "sft"),
+        ("rl.prompts", config.rl.prompts, "rl"),
+        ("eval.prompts", config.eval.prompts, "heldout"),
+    ):
+        _between(name, value, 1, task.size(split), f", the problems of split {split!r}")
+    for name in ("every_sft", "every_rl"):
+        _between(f"eval.{name}", config.eval[name], 0, why=" (0: only at the end of a phase)")
+    for name in ("every", "keep"):
+        _between(f"checkpoint.{name}", config.checkpoint[name], 1)
+    for name in ("clip_low", "clip_high"):
+        _between(f"rl.{name}", config.rl[name], 0)
+    longest = task.max_completion_tokens
+    _between("sampler.max_tokens", config.sampler.max_tokens, longest, why=", the length of the task's demonstrations")
+    _choice("sft.until_trait", config.sft.until_trait, task.traits(task.encode(task.example("sft", 0).demonstration)))
+
+
 def build(config) -> Setup:
     """Makes model shape, recipe, task, sampling parameters, optimisers and the two updates of a configuration.
 
@@ -56,6 +94,8 @@ def build(config) -> Setup:
       UserError: a value that does not fit; one line that names the field.
     """
     model = _section(config, "model", mt.ModelConfig)
+    for name in ("first_plain", "last_plain"):
+        _between(f"recipe.{name}", config.recipe.get(name, -1), -1, why=" (-1: as the recipe says)")
     own = {name: value for name, value in dict(config.recipe).items() if value != -1}  # -1: as the recipe says
     recipe = _section(dict(recipe=own), "recipe", mt.recipe)
     task_fields = dict(config.task)
@@ -66,6 +106,7 @@ def build(config) -> Setup:
     sampler["n"] = sampler.pop("samples")
     sampling = _section(dict(sampler=sampler | dict(stop_ids=task.stop_ids)), "sampler", SamplingParams)
     _choice("rl.reward", config.rl.reward, REWARDS)
+    _check_ranges(config, task)
     try:
         check_recipe(model, recipe)
     except ValueError as error:
@@ -73,8 +114,8 @@ def build(config) -> Setup:
     if model.vocab_size < task.vocab_size:
         raise UserError(f"--config.model.vocab_size={model.vocab_size}: the task's tokenizer has {task.vocab_size} tokens")
 
-    sft_optimizer = _section(config.sft, "optimizer", OptimizerConfig)
-    rl_optimizer = _section(config.rl, "optimizer", OptimizerConfig)
+    sft_optimizer = _section(config, "sft.optimizer", OptimizerConfig)
+    rl_optimizer = _section(config, "rl.optimizer", OptimizerConfig)
     learner = dict(config.learner)
     micro_batches = learner["micro_batches"]
     for name, rows in (

@@ -1,6 +1,7 @@
 """The shape of a model: Qwen3 dense and Qwen3-MoE. Field names are those of Hugging Face's config.json."""
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta={self.rope_theta} must be finite and above 0")
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be finite and at least 0")
+        if self.num_experts < 0:
+            raise ValueError(f"num_experts={self.num_experts} must be at least 1, or 0 for a dense model")
         if self.is_moe:
             if not 1 <= self.num_experts_per_tok <= self.num_experts:
                 raise ValueError(
