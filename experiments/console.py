@@ -37,8 +37,8 @@ class Console:
         self._bar = require("tqdm", "experiments").tqdm(total=total, unit="step", dynamic_ncols=True, leave=False)
         self._lines = 0
 
-    def describe(self, setup, workdir, resumed_step: int | None) -> None:
-        """Says what will run: the recipe in words, the model, the engine, the device."""
+    def describe(self, setup, workdir, resumed_step: int | None, restarted: bool) -> None:
+        """Says what will run: the recipe in words, the model, the engine, the device; and whether it goes on or starts over."""
         device = jax.devices()[0]
         model = setup.model
         self.note(f"model    {mt.num_params(model):,} parameters, {model.num_hidden_layers} layers, {model.num_experts} experts")
@@ -53,6 +53,8 @@ class Console:
             self.note(f"kernels  {dispatch.resolve('every operation', None)} implementation")
             logging.getLogger("pallas_kernels").setLevel(logging.WARNING)  # said above, once for all of them
         where = f"{workdir}" if resumed_step is None else f"{workdir}, resumed at step {resumed_step}"
+        if restarted:
+            where += ", begun again: the run that was here left no checkpoint"
         self.note(f"workdir  {where}")
         self._bar.update(resumed_step or 0)
 

@@ -14,19 +14,20 @@ from experiments.build import Setup, build, sample_prompts
 from experiments.console import Console, Interrupt
 from experiments.evaluation import evaluate
 from minite_jax import checkpoint
-from minite_jax.checkpoint.config import to_plain
+from minite_jax.checkpoint.config import flat_fields, to_plain
 from minite_jax.errors import UserError
 from minite_jax.learner import TrainState, init_state
 from minite_jax.metrics import names
 from minite_jax.metrics.plots import plot_metrics
-from minite_jax.metrics.writer import make_writer, read_metrics
+from minite_jax.metrics.writer import FILE_NAME, make_writer, read_metrics
 from minite_jax.model import init_params, pack
 from minite_jax.rollout import choose_problems, demonstration_batch, reward_rollouts, rollout_batch
 
 SFT, RL = 0, 1
 
-# Fields that a resumed run may change: they touch no number of the steps already done, nor the bits of those to come.
-_MAY_CHANGE_ON_RESUME = ("rl.steps", "eval", "checkpoint", "tensorboard", "plot_beside")
+# Fields that a resumed run may change: they touch no number of the steps already done, nor the bits of those to come. Not
+# eval.prompts: what an evaluation finds decides whether the warm-up is extended.
+_MAY_CHANGE_ON_RESUME = ("rl.steps", "eval.every_sft", "eval.every_rl", "checkpoint", "tensorboard", "plot_beside")
 # A warm-up serves any run of the same model, recipe and task.
 _MAY_DIFFER_FROM_WARMUP = (
     "seed",
@@ -69,9 +70,10 @@ class Run:
         self.config = config
         self.workdir = Path(workdir)
         self.setup: Setup = build(config)
+        self._beside_engine = _engine_of(Path(config.plot_beside)) if config.plot_beside else ""
+        self.resumed, self.restarted = _look_into(self.workdir, config)
         self.key = jax.random.key(config.seed)
         self.state = _committed(self._first_state())
-        self.resumed = checkpoint.latest_step(self.workdir) is not None
         if self.resumed:
             self.state = checkpoint.restore(self.workdir, self.state, config, may_differ=_MAY_CHANGE_ON_RESUME)
         elif config.init_from:
@@ -83,7 +85,28 @@ class Run:
         return RunState(train=init_state(params, self.setup.sft_optimizer), phase=jnp.int32(SFT), phase_step=jnp.int32(0))
 
     def _start_from_warmup(self, folder: Path) -> None:
-        warm = checkpoint.restore(folder / "warmup", self.state, self.config, may_differ=_MAY_DIFFER_FROM_WARMUP)
+        flag, plain = f"--config.init_from={folder}", to_plain(self.config)
+        if not folder.is_dir():
+            raise UserError(f"{flag}: there is no such folder; give the --workdir of a run whose warm-up is done")
+        if checkpoint.latest_step(folder / "warmup") is None:
+            raise UserError(
+                f"{flag}: that run has no finished warm-up; let it end there, or drop --config.init_from to warm up anew"
+            )
+        try:
+            stored = checkpoint.read_config(folder / "warmup")
+            for section in ("model", "recipe", "task"):
+                then, now = flat_fields(stored.get(section, {})), flat_fields(plain[section])
+                differ = [
+                    f"{section}.{name} {then.get(name)} there and {now.get(name)} here"
+                    for name in sorted({*then, *now})
+                    if then.get(name) != now.get(name)
+                ]
+                if differ:
+                    remedy = f"use its {section}, or drop --config.init_from to warm up anew"
+                    raise UserError(f"{flag}: its warm-up has another {section} ({', '.join(differ)}): {remedy}")
+            warm = checkpoint.restore(folder / "warmup", self.state, self.config, may_differ=_MAY_DIFFER_FROM_WARMUP)
+        except checkpoint.CheckpointError as error:
+            raise UserError(f"{flag}: {error}; or drop --config.init_from to warm up anew") from error
         # Supervised training goes on with a fresh optimiser; with no supervised steps, reinforcement learning begins.
         restarted = init_state(warm.train.params, self.setup.sft_optimizer)
         self.state = _committed(
@@ -97,12 +120,12 @@ class Run:
     def __call__(self) -> dict:
         """Runs to the end, or to an interrupt, and returns the last evaluation."""
         self.workdir.mkdir(parents=True, exist_ok=True)
-        self.writer = make_writer(
-            self.workdir, resume_step=self.step if self.resumed else None, tensorboard=self.config.tensorboard
-        )
+        # The configuration first: whoever finds metrics without a checkpoint can tell by it whether they are this run's.
         write_json(self.workdir / "config.json", to_plain(self.config))
+        resume_step = self.step if self.resumed else 0 if self.restarted else None
+        self.writer = make_writer(self.workdir, resume_step=resume_step, tensorboard=self.config.tensorboard)
         self.console = Console(total=self.config.sft.steps + self.config.rl.steps)
-        self.console.describe(self.setup, self.workdir, self.step if self.resumed else None)
+        self.console.describe(self.setup, self.workdir, self.step if self.resumed else None, self.restarted)
         self.policy = _pack(self.state.train.params, self.setup.model, self.setup.recipe)
         try:
             with Interrupt() as self.interrupt:
@@ -121,10 +144,8 @@ class Run:
 
     def _summarize(self) -> None:
         """Draws the plots and prints what the run came to."""
-        beside = self.config.plot_beside
-        other = json.loads((Path(beside) / "config.json").read_text())["sampler"]["engine"] if beside else ""
-        labels = (f"{self.setup.engine} sampler", f"{other} sampler")
-        plots = plot_metrics(self.workdir, also=beside or None, labels=labels)
+        labels = (f"{self.setup.engine} sampler", f"{self._beside_engine} sampler")
+        plots = plot_metrics(self.workdir, also=self.config.plot_beside or None, labels=labels)
         rows = [row for row in read_metrics(self.workdir) if names.GAP_MAX in row]
         print(f"held-out: {_short(self._evaluate())}")
         if rows:
@@ -206,9 +227,19 @@ class Run:
         if not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"]):
             raise UserError(
                 f"step {self.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the weights were left alone. "
-                f"Lower the learning rate, and resume from the last checkpoint in {self.workdir}"
+                f"Start a new --workdir with {self._how_to_train_more_gently()}"
             )
         return seconds, metrics
+
+    def _how_to_train_more_gently(self) -> str:
+        """Flags of a new run. Resuming does not help: it refuses another learning rate, and the same one repeats every bit."""
+        if int(self.state.phase) == SFT:
+            warmup, flags = self.config.init_from, "a lower --config.sft.optimizer.learning_rate"
+        else:
+            own = checkpoint.latest_step(self.workdir / "warmup") is not None
+            warmup, flags = self.workdir if own else self.config.init_from, "a lower --config.rl.optimizer.learning_rate"
+            flags += ", --config.sft.steps=0" if warmup else ""
+        return flags + (f" and --config.init_from={warmup}" if warmup else "")
 
     def _evaluate(self) -> dict:
         """Held-out accuracy of the policy as it stands; computed once per step."""
@@ -239,6 +270,47 @@ class Run:
     def _save(self) -> None:
         if checkpoint.latest_step(self.workdir) != self.step:
             checkpoint.save(self.workdir, self.step, self.state, self.config, keep=self.config.checkpoint.keep)
+
+
+def _look_into(workdir: Path, config) -> tuple[bool, bool]:
+    """Returns whether a run goes on from a checkpoint there, and whether it replaces one that left no checkpoint.
+
+    Raises:
+      UserError: the folder cannot be one, or holds another run.
+    """
+    for path in (workdir, *workdir.parents):
+        if path.is_file():
+            raise UserError(f"--workdir={workdir}: {path} is a file: give a folder")
+    if checkpoint.latest_step(workdir) is not None:
+        return True, False
+    kept = workdir / "config.json"
+    if kept.exists():
+        try:
+            texts = [json.dumps(each, sort_keys=True) for each in (json.loads(kept.read_text()), to_plain(config))]
+            same = texts[0] == texts[1]  # as text: 1 is not 1.0, and NaN is NaN
+        except ValueError:
+            same = False
+        if same:
+            return False, True
+        raise UserError(
+            f"{kept} is of another configuration, whose run left no checkpoint: nothing was saved there, delete {workdir} or "
+            f"choose another --workdir"
+        )
+    if (workdir / FILE_NAME).exists():
+        raise UserError(f"{workdir} has a {FILE_NAME} without a config.json: it is no run's folder, choose another --workdir")
+    return False, False
+
+
+def _engine_of(folder: Path) -> str:
+    """The sampler's engine of the run in `folder`, which must have metrics to draw."""
+    try:
+        engine = json.loads((folder / "config.json").read_text())["sampler"]["engine"]
+        if read_metrics(folder):
+            return engine
+        reason = "no step is done yet"
+    except (OSError, ValueError, KeyError, TypeError, UserError):
+        reason = f"it lacks a readable config.json or {FILE_NAME}"
+    raise UserError(f"--config.plot_beside={folder} is no run's folder, {reason}: give the --workdir of another run")
 
 
 def _committed(state: RunState) -> RunState:

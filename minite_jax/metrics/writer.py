@@ -97,9 +97,9 @@ class JsonlWriter:
     Args:
         workdir: folder of the run, made if missing.
         resume_step: None for a new run. A resumed run gives the first step that it will write: older lines
-            stay, lines from that step on belong to a future that will be run again and are cut away. The
-            shorter file is written beside the old one and then renamed, so a crash leaves one of the two
-            whole.
+            stay, lines from that step on belong to a future that will be run again and are cut away. With 0 none
+            stays, and the old file need not be readable. The shorter file is written beside the old one and then
+            renamed, so a crash leaves one of the two whole.
 
     Raises:
         MetricsError: a new run in a folder that has a metrics file already, or a file that cannot be read.
@@ -116,7 +116,7 @@ class JsonlWriter:
         self._file = self.path.open("ab", buffering=0)
 
     def _cut(self, resume_step: int) -> None:
-        kept = [row for row in read_metrics(self.path) if row[names.STEP] < resume_step]
+        kept = [row for row in read_metrics(self.path) if row[names.STEP] < resume_step] if resume_step else []
         shorter = self.path.with_name(FILE_NAME + ".tmp")
         with shorter.open("wb") as file:
             file.write(b"".join(_line(row) for row in kept))
