@@ -1,8 +1,8 @@
 """What a task offers."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable
+from typing import Protocol, SupportsIndex, runtime_checkable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Task(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
 
-    def reward(self, example: Example, completion_ids: Sequence[int]) -> float:
-        """Reward of a completion, stop token included."""
+    def reward(self, example: Example, completion_ids: Iterable[SupportsIndex]) -> float:
+        """Reward of a completion, a list or an array of ids, stop token included."""
 
-    def traits(self, completion_ids: Sequence[int]) -> dict[str, float]:
+    def traits(self, completion_ids: Iterable[SupportsIndex]) -> dict[str, float]:
         """Numbers that describe a completion apart from its reward, averaged in evaluation."""

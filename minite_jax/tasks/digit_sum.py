@@ -7,7 +7,8 @@ A small model learns the working well and the direct answer hardly at all. Super
 reinforcement learning finds out which of the two is rewarded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -67,13 +68,13 @@ class DigitSum:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
 
-    def reward(self, example: Example, completion_ids: Sequence[int]) -> float:
+    def reward(self, example: Example, completion_ids: Iterable[SupportsIndex]) -> float:
         """1 if the completion has one "=" and ends in "=", the right digit and the end mark; else 0. The working is not
         judged.
         """
         text = self._tokenizer.decode(completion_ids)
         return float(text.count("=") == 1 and text.endswith(f"={example.answer}."))
 
-    def traits(self, completion_ids: Sequence[int]) -> dict[str, float]:
+    def traits(self, completion_ids: Iterable[SupportsIndex]) -> dict[str, float]:
         """`working`: whether something stands before the "="."""
         return {"working": float(self._tokenizer.decode(completion_ids).find("=") > 0)}

@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from minite_jax.tasks import TASKS, ByteTokenizer, DigitSum, Example
@@ -104,5 +106,17 @@ def test_tokenizer():
     assert tokenizer.encode("a=é") == [97, 61, 0xC3, 0xA9]
     assert tokenizer.decode(tokenizer.encode("a=é")) == "a=é"
     assert tokenizer.decode([97, 0xFF]) == "a\ufffd"
-    with pytest.raises(ValueError):
-        tokenizer.decode([256])
+    assert tokenizer.decode([97, 256, 98, 151_935]) == "a\ufffdb\ufffd"  # a padded vocabulary
+    assert tokenizer.decode([]) == tokenizer.decode(np.zeros(0, np.int32)) == ""
+    for ids in ([97, -1], np.array([97, -1])):
+        with pytest.raises(ValueError, match="token id -1 is negative"):
+            tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("array", [np.array, np.int64, np.uint8, jnp.array])
+def test_arrays_of_ids_are_read_as_lists_are(task, array):
+    example = task.example("rl", 0)
+    right, wrong = task.encode(example.demonstration), task.encode(f"{example.answer}=.")
+    assert ByteTokenizer().decode(array(right)) == example.demonstration
+    assert task.reward(example, array(right)) == 1.0 and task.reward(example, array(wrong)) == 0.0
+    assert task.traits(array(wrong)) == task.traits(wrong) == {"working": 1.0}
