@@ -8,6 +8,8 @@ from pallas_kernels.nvfp4 import ScaleRule
 
 # The matmuls that a recipe may quantise. Embedding, norms, router, lm_head, attention scores and softmax never are.
 ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
+_KINDS = (ATTENTION, MLP, EXPERTS)
+_DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Recipe:
       matmuls: which kinds are quantised, out of "attention", "mlp", "experts".
       first_plain: leading layers that stay in `dtype`.
       last_plain: trailing layers that stay in `dtype`.
+
+    Raises:
+      ValueError: a value that is none of these.
     """
 
     name: str
@@ -51,6 +56,17 @@ class Recipe:
     matmuls: tuple[str, ...] = ()
     first_plain: int = 0
     last_plain: int = 0
+
+    def __post_init__(self):
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(_DTYPES)}")
+        if not isinstance(self.matmuls, (tuple, list)) or not all(kind in _KINDS for kind in self.matmuls):
+            raise ValueError(f"matmuls={self.matmuls!r} must be a tuple out of {', '.join(_KINDS)}")
+        object.__setattr__(self, "matmuls", tuple(self.matmuls))  # recipes are static arguments: hashable
+        for name in ("first_plain", "last_plain"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} must be a number of layers, an integer of at least 0")
 
     @property
     def compute_dtype(self):
@@ -71,7 +87,6 @@ _FOUR_OVER_SIX = _nvfp4(
     ScaleRule.te(outer="row", four_over_six="mae", bound=256), ScaleRule.te(outer="matrix", four_over_six="mae", bound=256)
 )
 _NAIVE = _nvfp4(ScaleRule.te(outer="matrix"), ScaleRule.te(outer="matrix"))
-_ALL = (ATTENTION, MLP, EXPERTS)
 
 _RECIPES = (
     Recipe("fp32", "nothing quantised, float32 throughout", dtype="float32"),
@@ -80,9 +95,9 @@ _RECIPES = (
         "nvfp4",
         "W4A4: every projection and every MLP or expert matrix; fp8_exact scales, activations per row",
         quantized=_FP8_EXACT,
-        matmuls=_ALL,
+        matmuls=_KINDS,
     ),
-    Recipe("nvfp4_46", "as nvfp4, with four-over-six scales from all of E4M3", quantized=_FOUR_OVER_SIX, matmuls=_ALL),
+    Recipe("nvfp4_46", "as nvfp4, with four-over-six scales from all of E4M3", quantized=_FOUR_OVER_SIX, matmuls=_KINDS),
     Recipe(
         "nvfp4_experts",
         "routed experts only; first 2 and last 4 layers bfloat16",
@@ -95,7 +110,7 @@ _RECIPES = (
         "nvfp4_te",
         "as nvfp4, with one amax per activation tensor: the naive comparator, which breaks the batch contract",
         quantized=_NAIVE,
-        matmuls=_ALL,
+        matmuls=_KINDS,
     ),
 )
 RECIPES: dict[str, Recipe] = {each.name: each for each in _RECIPES}
@@ -105,7 +120,7 @@ def recipe(name: str, **changes) -> Recipe:
     """Looks a recipe up by name; `changes` replace fields, e.g. ``recipe("nvfp4", first_plain=1, last_plain=1)``.
 
     Raises:
-      ValueError: there is no recipe of that name, or no such field.
+      ValueError: there is no recipe of that name, no such field, or a field has a value that `Recipe` refuses.
     """
     if name not in RECIPES:
         raise ValueError(f"no recipe {name!r}; there are {', '.join(RECIPES)}")

@@ -6,6 +6,7 @@ Let P be prompts, G samples per prompt, B = P G rollouts (prompt-major), L the p
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import no_type_check
 
@@ -25,6 +26,26 @@ FINISH_LENGTH, FINISH_STOP = 0, 1
 
 # Prompts are padded to a multiple of this, so that batches of similar length share one compiled program.
 _PROMPT_BUCKET = 8
+# A smaller float32 is subnormal, and devices may take it for 0.
+_SMALLEST_TEMPERATURE = 2.0**-126
+
+
+def _integer(name: str, value) -> int:
+    """A Python int. No bool and no float, even a whole one: both come from mistakes."""
+    try:
+        if np.asarray(value).dtype.kind == "b":
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} must be an integer") from None
+
+
+def _integers(name: str, values) -> np.ndarray:
+    """One axis of integers as a numpy array."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"{name} must be integers on one axis, not {array.dtype} of shape {array.shape}")
+    return array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,14 +54,14 @@ class SamplingParams:
 
     Attributes:
       n: samples per prompt, all from one prefill.
-      temperature: 0 means greedy.
+      temperature: 0 means greedy; else at least 2^-126.
       top_p: keep the most probable tokens until they reach this probability; 1.0: all.
       top_k: keep this many tokens; 0 or -1: all.
       max_tokens: most new tokens per sample.
       stop_ids: a sample ends with the first of these tokens; the stop token belongs to the sample and is counted in the mask.
 
     Raises:
-      ValueError: a value out of range.
+      ValueError: a value out of range, or a number that must be an integer and is none.
     """
 
     n: int = 1
@@ -51,12 +72,18 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
+        for name in ("n", "max_tokens", "top_k"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
         if self.n < 1:
             raise ValueError(f"n={self.n} must be at least 1")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+        if np.ndim(self.stop_ids) != 1:
+            raise ValueError(f"stop_ids={self.stop_ids!r} must be a sequence of integers")
+        object.__setattr__(self, "stop_ids", tuple(_integer("each of stop_ids", i) for i in self.stop_ids))
         self.truncation  # noqa: B018  (checks temperature and top_p)
+        if 0.0 < self.temperature < _SMALLEST_TEMPERATURE:
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least 2**-126")
 
     @property
     def truncation(self) -> Truncation:
@@ -127,32 +154,47 @@ def sample(
     """Samples completions.
 
     A rollout's tokens and log-probs depend on its prompt, its request id, its number among the n samples and the key alone:
-    not on the
-    other prompts, the padding, or the chunks of the prefill.
+    not on the other prompts, the padding, or the chunks of the prefill.
 
     Args:
       policy: see `minite_jax.prepare`.
-      prompts: token ids, one non-empty sequence per prompt; lengths may differ.
+      prompts: integer token ids, one non-empty sequence per prompt; lengths may differ.
       params: see `SamplingParams`.
-      key: typed PRNG key (`jax.random.key`).
-      request_ids: one number per prompt that seeds it, by default its place in the list (so a prompt that occurs twice gets two
-        different completions).
+      key: one typed PRNG key (`jax.random.key`).
+      request_ids: one integer in 0..2^32 - 1 per prompt that seeds it, by default its place in the list (so a prompt that
+        occurs twice gets two different completions).
       prefill_chunk: tokens per prefill step, None for all at once. Same bits.
 
     Returns:
       `Rollouts`, prompt-major: rollout ``p * n + g`` is sample g of prompt p.
 
     Raises:
-      ValueError: no prompt, an empty prompt, a token outside the vocabulary, request ids that do not match, or a key of
-        another kind than threefry: the others draw for a whole batch at once, so a row would feel its neighbours.
+      ValueError: no prompt, an empty prompt, a token or stop id outside the vocabulary, ids that are not integers, request ids
+        that do not match or are out of range, a prefill_chunk below 1, a raw key, or a key of another kind than threefry: the
+        others draw for a whole batch at once, so a row would feel its neighbours.
     """
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
+        kind = f"{key.dtype} of shape {key.shape}" if hasattr(key, "dtype") else type(key).__name__
+        raise ValueError(f"key is {kind}: sampling needs one typed key, jax.random.key(seed)")
     if str(jax.random.key_impl(key)) != "threefry2x32":
         raise ValueError(f"a key of kind {jax.random.key_impl(key)}: sampling needs jax.random.key(seed, impl='threefry2x32')")
-    tokens_PL, length_P = pad_prompts(prompts, policy.config.vocab_size)
+    vocab_size = policy.config.vocab_size
+    for stop_id in params.stop_ids:
+        if not 0 <= stop_id < vocab_size:
+            raise ValueError(f"stop_ids holds {stop_id}, outside the vocabulary 0..{vocab_size - 1}: it would never stop")
+    if prefill_chunk is not None:
+        prefill_chunk = _integer("prefill_chunk", prefill_chunk)
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1, or None for the whole prompt at once")
+    tokens_PL, length_P = pad_prompts(prompts, vocab_size)
     ids = range(len(prompts)) if request_ids is None else request_ids
     if len(ids) != len(prompts):
         raise ValueError(f"{len(ids)} request_ids for {len(prompts)} prompts; give one for each")
-    request_P = jnp.asarray(np.asarray(ids, np.uint32))
+    ids_P = _integers("request_ids", ids)
+    outside = ids_P[(ids_P < 0) | (ids_P > 2**32 - 1)]
+    if outside.size:
+        raise ValueError(f"request_ids holds {outside[0]}, outside 0..2**32-1")
+    request_P = jnp.asarray(ids_P.astype(np.uint32))
     return generate(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk)
 
 
@@ -165,7 +207,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.n
     """Prompts as an int32 array [P, L], L a multiple of 8, padded with 0 behind each prompt, and their lengths [P].
 
     Raises:
-      ValueError: no prompt, an empty prompt, or a token outside the vocabulary.
+      ValueError: no prompt, an empty prompt, a token outside the vocabulary, or one that is not an integer.
     """
     if not len(prompts):
         raise ValueError("no prompts: give at least one")
@@ -176,7 +218,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.n
         )
     tokens_PL = np.zeros((len(prompts), padded_length(int(length_P.max()))), np.int32)
     for p, prompt in enumerate(prompts):
-        row = np.asarray(prompt, np.int64)
+        row = _integers(f"prompt {p}", prompt)
         outside = row[(row < 0) | (row >= vocab_size)]
         if outside.size:
             raise ValueError(f"prompt {p} holds token {outside[0]}, outside the vocabulary 0..{vocab_size - 1}")

@@ -2,6 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
+import numpy as np
 import pytest
 
 import minite_jax as mt
@@ -16,6 +18,14 @@ def _message(call, *args, **kwargs) -> str:
     message = str(error.value)
     assert "\n" not in message
     return message
+
+
+@pytest.fixture(autouse=True)
+def _as_users_call():
+    """Without the checks of annotations, which only the test-suite has: they would refuse some of this first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +45,10 @@ def policy(params):
         ([[1], []], "prompt 1 is empty; a prompt needs at least one token"),
         ([[1], [2, 256]], "prompt 1 holds token 256, outside the vocabulary 0..255"),
         ([[-1]], "prompt 0 holds token -1, outside the vocabulary 0..255"),
+        ([[1], [2, 2.5]], "prompt 1 must be integers on one axis, not float64 of shape (2,)"),
+        ([np.float32([1, 2])], "prompt 0 must be integers on one axis, not float32 of shape (2,)"),
+        ([[True, False]], "prompt 0 must be integers on one axis, not bool"),
+        ([[[1, 2]]], "prompt 0 must be integers on one axis, not int64 of shape (1, 2)"),
     ],
 )
 def test_prompts(policy, prompts, wanted):
@@ -47,18 +61,59 @@ def test_request_ids(policy):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (dict(request_ids=[0.5]), "request_ids must be integers on one axis, not float64"),
+        (dict(request_ids=np.array([True])), "request_ids must be integers on one axis, not bool"),
+        (dict(request_ids=[-1]), "request_ids holds -1, outside 0..2**32-1"),
+        (dict(request_ids=[2**32]), "request_ids holds 4294967296, outside 0..2**32-1"),
+        (dict(prefill_chunk=0), "prefill_chunk=0 must be at least 1, or None for the whole prompt at once"),
+        (dict(prefill_chunk=-3), "prefill_chunk=-3 must be at least 1"),
+        (dict(prefill_chunk=True), "prefill_chunk=True must be an integer"),
+        (dict(key=0), "key is int: sampling needs one typed key, jax.random.key(seed)"),
+        (dict(key=None), "key is NoneType: sampling needs one typed key"),
+        (dict(key=jax.random.PRNGKey(0)), "key is uint32 of shape (2,): sampling needs one typed key"),
+        (dict(key=jax.random.split(jax.random.key(0), 3)), "key is key<fry> of shape (3,): sampling needs one typed key"),
+        (dict(key=jax.random.key(0, impl="rbg")), "a key of kind rbg: sampling needs jax.random.key(seed, impl='threefry2x32')"),
+        (dict(params=mt.SamplingParams(stop_ids=(2, 256))), "stop_ids holds 256, outside the vocabulary 0..255"),
+        (dict(params=mt.SamplingParams(stop_ids=(-1,))), "stop_ids holds -1, outside the vocabulary 0..255"),
+    ],
+)
+def test_arguments_of_sample(policy, arguments, wanted):
+    arguments = dict(prompts=[[1]], params=mt.SamplingParams(max_tokens=1), key=jax.random.key(0)) | arguments
+    assert wanted in _message(mt.sample, policy, **arguments)
+
+
+@pytest.mark.parametrize(
     ("fields", "wanted"),
     [
         (dict(n=0), "n=0 must be at least 1"),
         (dict(max_tokens=0), "max_tokens=0 must be at least 1"),
         (dict(temperature=-0.1), "temperature=-0.1 must be 0 (greedy) or a positive number"),
         (dict(temperature=float("nan")), "temperature=nan must be 0 (greedy) or a positive number"),
+        (dict(temperature=1e-40), "temperature=1e-40 must be 0 (greedy) or at least 2**-126"),
+        (dict(n=2.0), "n=2.0 must be an integer"),
+        (dict(n=True), "n=True must be an integer"),
+        (dict(max_tokens=1.5), "max_tokens=1.5 must be an integer"),
+        (dict(top_k=0.5), "top_k=0.5 must be an integer"),
+        (dict(top_k=np.float32(3)), "must be an integer"),
+        (dict(stop_ids=(1, 2.5)), "each of stop_ids=2.5 must be an integer"),
+        (dict(stop_ids=(True,)), "each of stop_ids=True must be an integer"),
+        (dict(stop_ids=2), "stop_ids=2 must be a sequence of integers"),
+        (dict(stop_ids="."), "stop_ids='.' must be a sequence of integers"),
         (dict(top_p=0.0), "top_p=0.0 must lie in (0, 1]"),
         (dict(top_p=1.1), "top_p=1.1 must lie in (0, 1]"),
     ],
 )
 def test_sampling_params(fields, wanted):
     assert wanted in _message(mt.SamplingParams, **fields)
+
+
+def test_sampling_params_take_integers_of_numpy():
+    params = mt.SamplingParams(n=np.int32(2), max_tokens=np.int64(3), top_k=np.uint8(4), stop_ids=np.array([5, 6]))
+    assert params == mt.SamplingParams(n=2, max_tokens=3, top_k=4, stop_ids=(5, 6))
+    assert hash(params) == hash(mt.SamplingParams(n=2, max_tokens=3, top_k=4, stop_ids=(5, 6)))
+    assert mt.SamplingParams(temperature=2.0**-126).temperature == 2.0**-126
 
 
 @pytest.mark.parametrize(
@@ -112,3 +167,21 @@ def test_recipes_that_quantise_nothing(config, recipe, wanted):
 def test_recipe_names():
     assert "no recipe 'fp4'; there are fp32, bf16, nvfp4" in _message(mt.recipe, "fp4")
     assert _message(mt.recipe, "nvfp4", frist_plain=1) == "a recipe has no field frist_plain"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        (dict(matmuls=("mlp", "attn")), "matmuls=('mlp', 'attn') must be a tuple out of attention, mlp, experts"),
+        (dict(matmuls="mlp"), "matmuls='mlp' must be a tuple out of attention, mlp, experts"),
+        (dict(dtype="float16"), "dtype='float16' must be one of bfloat16, float32"),
+        (dict(first_plain=-1), "first_plain=-1 must be a number of layers, an integer of at least 0"),
+        (dict(last_plain=1.5), "last_plain=1.5 must be a number of layers, an integer of at least 0"),
+    ],
+)
+def test_values_of_recipes(changes, wanted):
+    assert _message(mt.recipe, "nvfp4", **changes) == wanted
+
+
+def test_a_recipe_takes_a_list_of_matmuls():
+    assert mt.recipe("nvfp4", matmuls=["mlp", "attention"]) == mt.recipe("nvfp4", matmuls=("mlp", "attention"))
