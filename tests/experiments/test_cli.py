@@ -165,6 +165,7 @@ def raises(error):
     [
         (CheckpointError("there is no checkpoint"), "there is no checkpoint", 1),
         (ValueError("K = 17 is not a multiple of 16"), "K = 17 is not a multiple of 16", 1),
+        (OverflowError("int too large to convert to float"), "int too large to convert to float", 1),
         (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device", 1),
         (KeyboardInterrupt(), "interrupted", 130),
     ],

@@ -102,6 +102,23 @@ def test_ctrl_c_saves_and_resume_is_bit_for_bit(kind, finished, tmp_path, monkey
     assert _without_times(read_metrics(tmp_path)) == _without_times(rows)
 
 
+def test_a_run_that_died_in_its_first_step_begins_again_bit_for_bit(kind, finished, tmp_path, monkeypatch):
+    _, state, rows = finished
+    check = training.Interrupt.check
+
+    def killed(_):
+        raise MemoryError
+
+    monkeypatch.setattr(training.Interrupt, "check", killed)
+    with pytest.raises(MemoryError):
+        Run(_config(kind), tmp_path)()
+    assert checkpoint.latest_step(tmp_path) is None and len(read_metrics(tmp_path)) == 1
+    monkeypatch.setattr(training.Interrupt, "check", check)
+    again = Run(_config(kind), tmp_path)
+    again()
+    assert _same_bits(again.state, state) and _without_times(read_metrics(tmp_path)) == _without_times(rows)
+
+
 def test_a_finished_run_does_nothing_more(kind, finished):
     folder, state, rows = finished
     again = Run(_config(kind), folder)
