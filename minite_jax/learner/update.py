@@ -23,6 +23,8 @@ from minite_jax.model.forward import scored_tokens
 from minite_jax.model.policy import Policy, pack
 from pallas_kernels.log_prob import Truncation
 
+_LARGEST_FLOAT32 = float(jnp.finfo(jnp.float32).max)
+
 
 @flax.struct.dataclass
 @no_type_check  # jax rebuilds pytrees with stand-ins for arrays
@@ -47,7 +49,7 @@ class Batch:
 
     Attributes:
       tokens: [B, T] int32, padded behind each sequence.
-      mask: [B, T-1] bool, the tokens that are trained on.
+      mask: [B, T-1] bool, the tokens that are trained on. What other columns hold is never read: not even a NaN gets through.
       sampler_log_probs: [B, T-1] float32 nats, as the sampler gave them; None in supervised training.
       advantages: [B] float32; None in supervised training.
     """
@@ -69,6 +71,9 @@ class OptimizerConfig:
       final_fraction: of the peak, at the end of the cosine.
       b1, b2, eps, weight_decay: AdamW.
       max_grad_norm: clip the global norm; 0: no clipping.
+
+    Raises:
+      ValueError: a value out of range.
     """
 
     learning_rate: float
@@ -80,6 +85,20 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        # Comparisons that a NaN fails. Above float32's largest number a rate would become infinity on the device.
+        for name in ("learning_rate", "eps", "weight_decay", "final_fraction"):
+            if not 0.0 <= (value := getattr(self, name)) <= _LARGEST_FLOAT32:
+                raise ValueError(f"{name}={value} must be 0 or a positive finite float32")
+        for name in ("b1", "b2"):
+            if not 0.0 <= (value := getattr(self, name)) < 1.0:
+                raise ValueError(f"{name}={value} must lie in [0, 1)")
+        if not self.max_grad_norm >= 0.0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive, or 0 for no clipping")
+        for name in ("warmup_steps", "decay_steps"):
+            if not (value := getattr(self, name)) >= 0:
+                raise ValueError(f"{name}={value} must be at least 0")
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -110,6 +129,26 @@ def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainSt
     return TrainState(step=jnp.int32(0), params=params, opt_state=optimizer.init(params))
 
 
+def _check_shapes(batch: Batch) -> None:
+    """Broadcasting would turn some wrong shapes into a wrong loss without a word."""
+    if batch.tokens.ndim != 2:
+        raise ValueError(f"batch.tokens has shape {batch.tokens.shape}; the update wants [B, T]")
+    rows, slots = batch.tokens.shape
+    wanted = dict(
+        mask=("[B, T-1]", (rows, slots - 1)), sampler_log_probs=("[B, T-1]", (rows, slots - 1)), advantages=("[B]", (rows,))
+    )
+    for name, (axes, shape) in wanted.items():
+        field = getattr(batch, name)
+        if not (field is None and name != "mask") and jnp.shape(field) != shape:
+            raise ValueError(f"batch.{name} has shape {jnp.shape(field)}; the update wants {axes} = {shape}")
+    if batch.mask.dtype != bool:
+        raise ValueError(f"batch.mask is {batch.mask.dtype}; the update wants bool")
+
+
+def _all_finite(tree) -> Bool[Array, ""]:
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
+
+
 LossFunction = Callable[[Float[Array, "B T1"], Batch], Float[Array, "B T1"]]
 
 
@@ -125,7 +164,8 @@ def make_update(
 
     Args:
       optimizer: see `make_optimizer`.
-      loss_fn: ``(log_probs [B, T-1], batch) -> loss per token [B, T-1]``.
+      loss_fn: ``(log_probs [B, T-1], batch) -> loss per token [B, T-1]``. It sees log-probs of 0, its own and the sampler's,
+        where the mask is False.
       truncation: the sampler's convention of log-probs.
       micro_batches: the batch is cut into this many equal parts, whose gradients are added in order.
       remat: recompute each layer in the backward.
@@ -133,14 +173,20 @@ def make_update(
     Returns:
       ``update(state, policy, batch) -> (state, policy, metrics)``. Metrics are float32 scalars: loss (mean over the masked
       tokens of the whole batch), entropy, grad_norm (before clipping), update_applied (0 where the mask is empty or the
-      gradient not finite: state and policy are then unchanged) and, where the batch has sampler log-probs, those of
-      `gap_metrics`. The state's buffers are donated.
+      gradient or a new weight not finite: weights, optimiser state and policy are then unchanged) and, where the batch has
+      sampler log-probs, those of `gap_metrics`. The state's buffers are donated. Raises a ValueError where a shape of the batch
+      or of the loss is not the documented one.
     """
 
     def micro_loss(params, policy, batch, num_tokens):
         log_probs_BT, entropy_BT = scored_tokens(policy.with_masters(params), batch.tokens, truncation, remat=remat)
         masked = lambda x_BT: jnp.where(batch.mask, x_BT, 0.0)  # noqa: E731
-        loss = jnp.sum(masked(loss_fn(log_probs_BT, batch))) / num_tokens
+        # Masked before and after: behind the second mask alone, the gradient of an infinite loss is 0 * inf = NaN.
+        seen = batch if batch.sampler_log_probs is None else batch.replace(sampler_log_probs=masked(batch.sampler_log_probs))
+        loss_BT = loss_fn(masked(log_probs_BT), seen)
+        if jnp.shape(loss_BT) != log_probs_BT.shape:
+            raise ValueError(f"loss_fn returned shape {jnp.shape(loss_BT)}; the update wants [B, T-1] = {log_probs_BT.shape}")
+        loss = jnp.sum(masked(loss_BT)) / num_tokens
         return loss, (log_probs_BT, jnp.sum(masked(lax.stop_gradient(entropy_BT))))
 
     def gradients(params, policy, batch, num_tokens):
@@ -162,13 +208,15 @@ def make_update(
         return loss, log_probs.reshape(size, -1), entropy, grads
 
     def update(state: TrainState, policy: Policy, batch: Batch):
+        _check_shapes(batch)
         num_tokens = jnp.maximum(jnp.sum(batch.mask), 1).astype(jnp.float32)
         loss, log_probs_BT, entropy, grads = gradients(state.params, policy, batch, num_tokens)
         grad_norm = optax.global_norm(grads)
         steps, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        applied = jnp.any(batch.mask) & jnp.isfinite(grad_norm)
+        new_params = optax.apply_updates(state.params, steps)
+        applied = jnp.any(batch.mask) & jnp.isfinite(grad_norm) & _all_finite(new_params)
         keep = lambda new, old: jnp.where(applied, new, old)  # noqa: E731
-        params = jax.tree.map(keep, optax.apply_updates(state.params, steps), state.params)
+        params = jax.tree.map(keep, new_params, state.params)
         new_state = TrainState(step=state.step + 1, params=params, opt_state=jax.tree.map(keep, opt_state, state.opt_state))
         metrics = dict(loss=loss, entropy=entropy / num_tokens, grad_norm=grad_norm, update_applied=applied.astype(jnp.float32))
         if batch.sampler_log_probs is not None:

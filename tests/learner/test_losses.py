@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from minite_jax.learner import grpo_loss, negative_log_likelihood
-from minite_jax.learner.losses import kl_k3
+from minite_jax.learner import grpo_loss, kl_k3, negative_log_likelihood
 
 
 @functools.partial(jax.jit, static_argnames=("clip_low", "clip_high"))

@@ -77,3 +77,23 @@ def test_phases_share_one_shape_of_state():
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
     assert int(states[0].step) == 0
     assert all(np.shape(a) == np.shape(b) for a, b in zip(*map(jax.tree.leaves, states), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        *[(dict(learning_rate=x), f"learning_rate={x} must be 0 or") for x in (-1e-3, float("nan"), float("inf"), 1e39)],
+        *[(dict(b1=x), f"b1={x} must lie in [0, 1)") for x in (-0.1, 1.0, float("nan"))],
+        (dict(b2=1.5), "b2=1.5 must lie in [0, 1)"),
+        (dict(eps=-1e-8), "eps=-1e-08 must be 0 or"),
+        (dict(weight_decay=-0.1), "weight_decay=-0.1 must be 0 or"),
+        (dict(final_fraction=float("nan")), "final_fraction=nan must be 0 or"),
+        *[(dict(max_grad_norm=x), f"max_grad_norm={x} must be positive, or 0") for x in (-1.0, float("nan"))],
+        (dict(warmup_steps=-1), "warmup_steps=-1 must be at least 0"),
+        (dict(decay_steps=-1), "decay_steps=-1 must be at least 0"),
+    ],
+)
+def test_values_out_of_range(fields, wanted):
+    with pytest.raises(ValueError) as error:
+        OptimizerConfig(**(dict(learning_rate=1e-3) | fields))
+    assert wanted in str(error.value) and "\n" not in str(error.value)
