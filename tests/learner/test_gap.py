@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from minite_jax import diagnostics
 from minite_jax.diagnostics import gap_metrics
 
 _metrics = jax.jit(gap_metrics)
@@ -66,3 +67,9 @@ def test_an_empty_mask():
     log_probs = np.full((2, 3), np.nan, np.float32)
     metrics = _of(log_probs, mask=np.zeros((2, 3), bool))
     assert set(metrics.values()) == {0.0}
+
+
+def test_the_diagnostics_are_exported():
+    # How large the gap is, and where it comes from.
+    assert {"gap_metrics", "certify", "order_dependence", "record_matmuls"} <= set(diagnostics.__all__)
+    assert all(callable(getattr(diagnostics, name)) for name in diagnostics.__all__)
