@@ -6,7 +6,9 @@ whole program, and every operation takes ``implementation=``.
 """
 
 import functools
+import importlib
 import logging
+from types import ModuleType
 
 import jax
 
@@ -60,3 +62,8 @@ def resolve(
         raise NotImplementedError(f"{op}: the {chosen} implementation needs a GPU, this is {platform}; choose 'reference'")
     _announce(op, chosen, platform)
     return chosen
+
+
+def module(package: str, implementation: str) -> ModuleType:
+    """The module of an operation's package that holds an implementation; imported here, so that Triton is where it is used."""
+    return importlib.import_module(f"{package}.{implementation}")

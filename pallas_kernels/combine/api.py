@@ -6,7 +6,6 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.combine import reference
 
 
 def combine(
@@ -44,17 +43,9 @@ def combine(
     return _combine(dispatch.resolve("combine", implementation), outputs, weights, slot)
 
 
-def _implementation(name):
-    if name == "triton":
-        from pallas_kernels.combine import triton
-
-        return triton
-    return reference
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(implementation, outputs, weights_Mk, slot_Mk):
-    return _implementation(implementation).combine(outputs, weights_Mk, slot_Mk)
+    return dispatch.module(__package__, implementation).combine(outputs, weights_Mk, slot_Mk)
 
 
 def _forward(implementation, outputs, weights_Mk, slot_Mk):
@@ -62,7 +53,7 @@ def _forward(implementation, outputs, weights_Mk, slot_Mk):
 
 
 def _backward(implementation, residuals, g_MD):
-    return *_implementation(implementation).combine_backward(*residuals, g_MD), None
+    return *dispatch.module(__package__, implementation).combine_backward(*residuals, g_MD), None
 
 
 _combine.defvjp(_forward, _backward)

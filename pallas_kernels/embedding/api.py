@@ -6,7 +6,6 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.embedding import reference
 from pallas_kernels.embedding.segments import make_segments
 from pallas_kernels.numerics import round_to
 
@@ -48,12 +47,7 @@ def _forward(implementation, tokens_M, table_VD, master_VD):
 def _backward(implementation, residuals, g_MD):
     tokens_M, table_V0, has_master = residuals
     segments = make_segments(tokens_M, table_V0.shape[0])
-    if implementation == "triton":
-        from pallas_kernels.embedding import triton
-
-        gradient_VD = triton.embed_gradient(g_MD, segments)
-    else:
-        gradient_VD = reference.embed_gradient(g_MD, segments)
+    gradient_VD = dispatch.module(__package__, implementation).embed_gradient(g_MD, segments)
     return (None, None, gradient_VD) if has_master else (None, round_to(gradient_VD, table_V0.dtype), None)
 
 

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, gpu, nvfp4
 from pallas_kernels.numerics import ordered_sum
-from pallas_kernels.rms_norm import reference
 
 
 def rms_norm(
@@ -28,17 +27,9 @@ def rms_norm(
     return _rms_norm(dispatch.resolve("rms_norm", implementation), eps, x, weight)
 
 
-def _implementation(name):
-    if name == "triton":
-        from pallas_kernels.rms_norm import triton
-
-        return triton
-    return reference
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rms_norm(implementation, eps, x_MD, weight_D):
-    return _implementation(implementation).rms_norm(x_MD, weight_D, eps=eps)
+    return dispatch.module(__package__, implementation).rms_norm(x_MD, weight_D, eps=eps)
 
 
 def _forward(implementation, eps, x_MD, weight_D):
@@ -46,7 +37,7 @@ def _forward(implementation, eps, x_MD, weight_D):
 
 
 def _backward(implementation, eps, residuals, g_MD):
-    dx_MD, sums_TD = _implementation(implementation).rms_norm_backward(*residuals, g_MD, eps=eps)
+    dx_MD, sums_TD = dispatch.module(__package__, implementation).rms_norm_backward(*residuals, g_MD, eps=eps)
     return dx_MD, ordered_sum(sums_TD, axis=0)
 
 

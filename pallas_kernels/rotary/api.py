@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.rotary import reference
 
 
 def rotary_table(num_positions: int, head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
@@ -41,17 +40,9 @@ def rotary(
     return _rotary(dispatch.resolve("rotary", implementation), x, cos, sin)
 
 
-def _implementation(name):
-    if name == "triton":
-        from pallas_kernels.rotary import triton
-
-        return triton
-    return reference
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotary(implementation, x_MHK, cos_MK, sin_MK):
-    return _implementation(implementation).rotary(x_MHK, cos_MK, sin_MK)
+    return dispatch.module(__package__, implementation).rotary(x_MHK, cos_MK, sin_MK)
 
 
 def _forward(implementation, x_MHK, cos_MK, sin_MK):
@@ -61,7 +52,7 @@ def _forward(implementation, x_MHK, cos_MK, sin_MK):
 def _backward(implementation, residuals, g_MHK):
     cos_MK, sin_MK = residuals
     # The transpose of a rotation is the rotation by the opposite angle.
-    dx_MHK = _implementation(implementation).rotary(g_MHK, cos_MK, -sin_MK)
+    dx_MHK = dispatch.module(__package__, implementation).rotary(g_MHK, cos_MK, -sin_MK)
     return dx_MHK, jnp.zeros_like(cos_MK), jnp.zeros_like(sin_MK)
 
 

@@ -33,17 +33,9 @@ def router(
     return _router(dispatch.resolve("router", implementation), top_k, normalize, x, weight)
 
 
-def _implementation(name):
-    if name == "triton":
-        from pallas_kernels.router import triton
-
-        return triton
-    return reference
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _router(implementation, top_k, normalize, x_MD, weight_ED):
-    return _implementation(implementation).router(x_MD, weight_ED, top_k=top_k, normalize=normalize)
+    return dispatch.module(__package__, implementation).router(x_MD, weight_ED, top_k=top_k, normalize=normalize)
 
 
 def _forward(implementation, top_k, normalize, x_MD, weight_ED):

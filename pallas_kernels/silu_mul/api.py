@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, gpu, nvfp4
-from pallas_kernels.silu_mul import reference
 
 
 def silu_mul(gate_up: Float[Array, "M F2"], *, implementation: str | None = None) -> Float[Array, "M F"]:
@@ -23,17 +22,9 @@ def silu_mul(gate_up: Float[Array, "M F2"], *, implementation: str | None = None
     return _silu_mul(dispatch.resolve("silu_mul", implementation), gate_up)
 
 
-def _implementation(name):
-    if name == "triton":
-        from pallas_kernels.silu_mul import triton
-
-        return triton
-    return reference
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _silu_mul(implementation, gate_up_MF):
-    return _implementation(implementation).silu_mul(gate_up_MF)
+    return dispatch.module(__package__, implementation).silu_mul(gate_up_MF)
 
 
 def _forward(implementation, gate_up_MF):
@@ -41,7 +32,7 @@ def _forward(implementation, gate_up_MF):
 
 
 def _backward(implementation, gate_up_MF, g_MF):
-    return (_implementation(implementation).silu_mul_backward(gate_up_MF, g_MF),)
+    return (dispatch.module(__package__, implementation).silu_mul_backward(gate_up_MF, g_MF),)
 
 
 _silu_mul.defvjp(_forward, _backward)

@@ -3,7 +3,6 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.undispatch import reference
 
 
 def undispatch(
@@ -31,8 +30,5 @@ def undispatch(
             f"undispatch: rows {tuple(rows.shape)} must be one for each of the {slot.size} places in slot {tuple(slot.shape)}"
         )
     out_dtype = rows.dtype if out_dtype is None else out_dtype
-    if dispatch.resolve("undispatch", implementation) == "triton":
-        from pallas_kernels.undispatch import triton
-
-        return triton.undispatch(rows, slot, out_dtype=out_dtype)
-    return reference.undispatch(rows, slot, out_dtype=out_dtype)
+    chosen = dispatch.resolve("undispatch", implementation)
+    return dispatch.module(__package__, chosen).undispatch(rows, slot, out_dtype=out_dtype)
