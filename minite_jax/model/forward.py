@@ -17,7 +17,7 @@ from minite_jax.model.cache import KVCache
 from minite_jax.model.moe import moe
 from minite_jax.model.policy import Policy, Weight
 from minite_jax.precision.linear import linear, stored_value
-from minite_jax.precision.recipe import ATTENTION, EXPERTS, MLP
+from minite_jax.precision.recipe import ATTENTION, EXPERTS, KINDS, MLP
 from pallas_kernels.attention import attention
 from pallas_kernels.embedding import embed
 from pallas_kernels.log_prob import Truncation, token_log_prob
@@ -26,8 +26,6 @@ from pallas_kernels.numerics import round_to
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rotary import rotary, rotary_table
 from pallas_kernels.silu_mul import silu_mul
-
-_KINDS = (ATTENTION, MLP, EXPERTS)
 
 
 def _add(x_MD, y_MD):
@@ -142,7 +140,7 @@ def hidden_states(
 
 def _runs(policy: Policy) -> list[tuple[int, int]]:
     """Cuts the layers into the longest runs (first, last + 1) whose matmuls have the same formats."""
-    formats = [tuple(policy.format_of(kind, i) for kind in _KINDS) for i in range(policy.config.num_hidden_layers)]
+    formats = [tuple(policy.format_of(kind, i) for kind in KINDS) for i in range(policy.config.num_hidden_layers)]
     starts = [i for i, each in enumerate(formats) if i == 0 or each != formats[i - 1]]
     return list(zip(starts, [*starts[1:], len(formats)], strict=True))
 

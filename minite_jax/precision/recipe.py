@@ -8,7 +8,7 @@ from pallas_kernels.nvfp4 import ScaleRule
 
 # The matmuls that a recipe may quantise. Embedding, norms, router, lm_head, attention scores and softmax never are.
 ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
-_KINDS = (ATTENTION, MLP, EXPERTS)
+KINDS = (ATTENTION, MLP, EXPERTS)
 _DTYPES = ("bfloat16", "float32")
 
 
@@ -60,8 +60,8 @@ class Recipe:
     def __post_init__(self):
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(_DTYPES)}")
-        if not isinstance(self.matmuls, (tuple, list)) or not all(kind in _KINDS for kind in self.matmuls):
-            raise ValueError(f"matmuls={self.matmuls!r} must be a tuple out of {', '.join(_KINDS)}")
+        if not isinstance(self.matmuls, (tuple, list)) or not all(kind in KINDS for kind in self.matmuls):
+            raise ValueError(f"matmuls={self.matmuls!r} must be a tuple out of {', '.join(KINDS)}")
         object.__setattr__(self, "matmuls", tuple(self.matmuls))  # recipes are static arguments: hashable
         for name in ("first_plain", "last_plain"):
             value = getattr(self, name)
@@ -95,9 +95,9 @@ _RECIPES = (
         "nvfp4",
         "W4A4: every projection and every MLP or expert matrix; fp8_exact scales, activations per row",
         quantized=_FP8_EXACT,
-        matmuls=_KINDS,
+        matmuls=KINDS,
     ),
-    Recipe("nvfp4_46", "as nvfp4, with four-over-six scales from all of E4M3", quantized=_FOUR_OVER_SIX, matmuls=_KINDS),
+    Recipe("nvfp4_46", "as nvfp4, with four-over-six scales from all of E4M3", quantized=_FOUR_OVER_SIX, matmuls=KINDS),
     Recipe(
         "nvfp4_experts",
         "routed experts only; first 2 and last 4 layers bfloat16",
@@ -110,7 +110,7 @@ _RECIPES = (
         "nvfp4_te",
         "as nvfp4, with one amax per activation tensor: the naive comparator, which breaks the batch contract",
         quantized=_NAIVE,
-        matmuls=_KINDS,
+        matmuls=KINDS,
     ),
 )
 RECIPES: dict[str, Recipe] = {each.name: each for each in _RECIPES}

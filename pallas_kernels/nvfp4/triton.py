@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import gpu
-from pallas_kernels.nvfp4 import triton_quantize
+from pallas_kernels.nvfp4 import blocks, triton_quantize
 from pallas_kernels.nvfp4.array import Nvfp4Array
 from pallas_kernels.nvfp4.expanded import ExpandedArray
 from pallas_kernels.nvfp4.rules import ScaleRule
@@ -253,8 +253,7 @@ def quantize_kernel(
             )  # fmt: skip
 
 
-# A program's numbers: 32 a thread. Rows longer than this come in tiles.
-_NUMBERS = 4096
+# 32 numbers a thread. Longer rows come in tiles.
 _LONGEST_TILE = 4096
 
 
@@ -264,10 +263,9 @@ def quantize_launch(m: int, k: int, rule: ScaleRule, *, given_rows: int, values_
     Outputs: codes [m, k / 2], outer scales [m], scale bytes [m, k / 16]; or, with `values_dtype`, values [m, k] and outer scales.
     """
     tile = min(_LONGEST_TILE, max(16, triton.next_power_of_2(k)))
-    rows = 1
     constants = dict(
         K=k,
-        ROWS=rows,
+        ROWS=1,  # with more, threads exchange what each could have worked out by itself
         TILE=tile,
         GIVEN_ROWS=given_rows,
         FAMILY=rule.family,
@@ -280,7 +278,7 @@ def quantize_launch(m: int, k: int, rule: ScaleRule, *, given_rows: int, values_
     else:
         out_shape = gpu.outputs(((m, k), values_dtype), ((m,), jnp.float32))
         constants["scale_ptr"] = None
-    return gpu.Launch(quantize_kernel, out_shape, (triton.cdiv(m, rows),), constants, num_warps=max(1, tile // 1024))
+    return gpu.Launch(quantize_kernel, out_shape, (m,), constants, num_warps=max(1, tile // 1024))
 
 
 def _given_bits(x, rule: ScaleRule, amax):
@@ -288,12 +286,9 @@ def _given_bits(x, rule: ScaleRule, amax):
     if rule.outer == "row" and amax is None:
         return jnp.zeros((1,), jnp.int32), 0
     axes = (-1,) if rule.outer == "row" else (-2, -1)
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
-    bits = jnp.where(bits < (1 << 23), 0, bits)
-    own = bits.max(axis=axes)  # a maximum of integers: any order gives the same
+    own = blocks.magnitude_bits(x.astype(jnp.float32)).max(axis=axes)  # a maximum of integers: any order gives the same
     if amax is not None:
-        given = jax.lax.bitcast_convert_type(jnp.abs(amax).astype(jnp.float32), jnp.int32)
-        own = jnp.where(own >= 0x7F800000, own, jnp.where(given < (1 << 23), 0, given))
+        own = jnp.where(own >= blocks.INFINITY_BITS, own, blocks.magnitude_bits(jnp.asarray(amax, jnp.float32)))
     return own.reshape(-1), 1 if rule.outer == "row" else x.shape[-2]
 
 
@@ -379,9 +374,9 @@ def expand_kernel(codes_ptr, scale_ptr, outer_ptr, num_blocks, out_ptr, SHARING:
 def expand_launch(num_blocks: int, shape: tuple[int, ...], dtype, *, sharing: int = 0) -> gpu.Launch:
     """Inputs: codes, scale bytes, outer scales (any array where `sharing` is 0), number of blocks of 16. Output: values of
     `shape`; with `sharing`, times the outer scales, one for so many blocks."""
-    blocks = 256
-    constants = dict(SHARING=sharing, BLOCKS=blocks)
-    return gpu.Launch(expand_kernel, gpu.outputs((shape, dtype)), (triton.cdiv(num_blocks, blocks),), constants)
+    constants = dict(SHARING=sharing, BLOCKS=256)
+    grid = (triton.cdiv(num_blocks, constants["BLOCKS"]),)
+    return gpu.Launch(expand_kernel, gpu.outputs((shape, dtype)), grid, constants)
 
 
 def _expand(q: Nvfp4Array, dtype, sharing: int) -> jax.Array:
