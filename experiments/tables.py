@@ -9,12 +9,12 @@ Reads `NAME.json` (schema: `minite_jax.metrics.results`), writes `NAME.md` and, 
 `NAME.png`. Cells that nobody has run say "not run".
 """
 
-import os
 from pathlib import Path
 
 from absl import flags
 
 from experiments import cli
+from minite_jax.files import replaced
 from minite_jax.metrics import results as results_lib
 
 _TABLE = flags.DEFINE_string("table", None, "Name of the table to make; without it, every table.")
@@ -42,9 +42,8 @@ def main(argv: list[str]) -> None:
         picture = results_lib.plot_results(table, out / f"{name}.png")
         if picture is not None:
             text += f"\n![{table['title']}]({picture.name})\n"
-        unfinished = out / f"{name}.md.tmp"
-        unfinished.write_text(text)
-        os.replace(unfinished, out / f"{name}.md")
+        with replaced(out / f"{name}.md") as unfinished:
+            unfinished.write_text(text)
         print(text)
 
 

@@ -16,6 +16,7 @@ from experiments.evaluation import evaluate
 from minite_jax import checkpoint
 from minite_jax.checkpoint.config import flat_fields, to_plain
 from minite_jax.errors import UserError
+from minite_jax.files import replaced
 from minite_jax.learner import TrainState, init_state
 from minite_jax.metrics import names
 from minite_jax.metrics.plots import plot_metrics
@@ -326,7 +327,6 @@ def _short(evaluation: dict) -> str:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Writes a file under a temporary name and then renames it, so that it is whole or not there."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(unfinished, path)
+    """Writes a JSON file, which is whole or not there."""
+    with replaced(path) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=2) + "\n")

@@ -7,7 +7,6 @@ default's in any bit is refused, however fast: tiles may change speed, never bit
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from experiments.kernels.cases import Case
 from experiments.kernels.measure import calls_that_fit, make_sets, tree_bytes
 from experiments.kernels.peers import reason
 from experiments.timing import Timing, sets_beyond_cache
+from minite_jax.files import replaced
 from pallas_kernels import tuning
 
 # By the end of a parameter's name; a parameter that is not here stays as its kernel has it.
@@ -134,9 +134,8 @@ def write(table: dict[str, Any], path: Path) -> None:
         }
         for op, kinds in sorted(table.items())
     }
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(ordered, indent=1) + "\n")
-    os.replace(unfinished, path)
+    with replaced(path) as unfinished:
+        unfinished.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 def _inputs(case: Case) -> list[tuple]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from minite_jax.files import replaced
 from minite_jax.metrics import names
 from minite_jax.metrics.writer import MetricsError, read_metrics
 from minite_jax.optional import require
@@ -105,9 +106,8 @@ def new_figure(**settings: Any) -> Iterator[Any]:
 
 def save_figure(figure: Any, path: Path) -> Path:
     """Saves a matplotlib figure under a temporary name and renames it: `path` is never half a picture."""
-    unfinished = path.with_name(path.name + ".tmp")
-    figure.savefig(unfinished, format="png")
-    os.replace(unfinished, path)
+    with replaced(path) as unfinished:
+        figure.savefig(unfinished, format="png")
     return path
 
 

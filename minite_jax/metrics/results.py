@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from minite_jax.errors import UserError
+from minite_jax.files import replaced
 from minite_jax.metrics.plots import COLOURS, new_figure, save_figure
 from minite_jax.metrics.provenance import provenance as current_provenance
 from minite_jax.metrics.writer import decode_scalar, encode_scalar
@@ -85,9 +86,8 @@ def write_results(
     } | ({} if sections is None else {"sections": sections})
     _check(str(path), results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
-    os.replace(unfinished, path)
+    with replaced(path) as unfinished:
+        unfinished.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     return _decoded(results)
 
 
