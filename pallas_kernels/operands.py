@@ -74,16 +74,23 @@ def gradient_dtype(operand: Operand):
 PACKED_ROWS = 64
 
 
-def reads_packed(x: Operand, w: Operand, num_rows: int) -> bool:
-    """Whether a GPU's forward reads the packed weights themselves: for few rows, and where it has FP4 units."""
+def packed_product(x: Operand, w: Operand, num_rows: int) -> str | None:
+    """How a GPU's forward multiplies with packed weights that it reads itself: for few rows, and where it has FP4 units.
+
+    Returns:
+      "native" (codes as they are), "fp8" or "bf16" (expanded in the kernel), or None: weights are expanded beforehand.
+    """
     if not isinstance(w, nvfp4.Nvfp4Array) or not isinstance(x, (nvfp4.Nvfp4Array, nvfp4.ExpandedArray)):
-        return False
-    native = isinstance(x, nvfp4.Nvfp4Array) and gpu.multiplies_codes()
-    return native or num_rows <= PACKED_ROWS * (w.shape[0] if w.ndim == 3 else 1)
+        return None
+    if isinstance(x, nvfp4.Nvfp4Array) and gpu.multiplies_codes():
+        return "native"
+    if num_rows > PACKED_ROWS * (w.shape[0] if w.ndim == 3 else 1):
+        return None
+    return "fp8" if product_dtype(x, w) == jnp.float8_e4m3fn else "bf16"
 
 
 def resolve_matmul(op: str, implementation: str | None, dtype, n: int, k: int, *, packed: bool = False) -> str:
-    """`dispatch.resolve` for a product in this type with a matrix of N x K; `packed`: with `reads_packed` weights.
+    """`dispatch.resolve` for a product in this type with a matrix of N x K; `packed`: with weights that the kernel reads packed.
 
     On Hopper bfloat16 goes to Mosaic, which has the TMA unit where Triton's kernels have pointers (1.2 times as fast; E4M3 does
     without it). Both give the same bits.

@@ -38,7 +38,7 @@ def grouped_matmul(
     """
     operands.check_contraction("grouped_matmul", x, w)
     reference.check_groups(w, group_sizes)
-    packed = operands.reads_packed(x, w, x.shape[0] if rows is None else rows.shape[0])
+    packed = operands.packed_product(x, w, x.shape[0] if rows is None else rows.shape[0]) is not None
     dtype = operands.product_dtype(x, w)
     chosen = operands.resolve_matmul("grouped_matmul", implementation, dtype, *w.shape[1:], packed=packed)
     if chosen != "reference":

@@ -261,10 +261,8 @@ def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, rows=None, tran
 def grouped_matmul(x, w, group_sizes, *, rows=None, out_dtype=jnp.bfloat16, kernel="triton"):
     """`grouped_matmul` for operands of any kind; w [E, N, K]. `group_sizes` None: dense, E = 1."""
     num_rows = x.shape[0] if rows is None else rows.shape[0]
-    if kernel == "triton" and operands.reads_packed(x, w, num_rows):
-        inner = "fp8" if operands.product_dtype(x, w) == jnp.float8_e4m3fn else "bf16"
-        if isinstance(x, Nvfp4Array) and gpu.multiplies_codes():
-            inner = "native"
+    inner = operands.packed_product(x, w, num_rows)
+    if kernel == "triton" and inner is not None:
         if rows is not None:
             x = operands.take_rows(x, rows)
         sizes = jnp.full((1,), num_rows, jnp.int32) if group_sizes is None else group_sizes.astype(jnp.int32)
@@ -290,8 +288,7 @@ def _dequantized(operand: operands.Operand, dtype) -> jax.Array:
     if isinstance(operand, Nvfp4Array):
         return nvfp4_triton.dequantize(operand, dtype)
     if isinstance(operand, ExpandedArray):
-        outer = operand.outer_scale[..., None] if operand.outer_per_row else operand.outer_scale[..., None, None]
-        return (operand.values.astype(jnp.float32) * outer).astype(dtype)
+        return operands.dequantized(operand).astype(dtype)
     return operand
 
 

@@ -29,7 +29,7 @@ def matmul(
       NotImplementedError: unknown implementation.
     """
     operands.check_contraction("matmul", x, w)
-    packed = operands.reads_packed(x, w, x.shape[0])
+    packed = operands.packed_product(x, w, x.shape[0]) is not None
     chosen = operands.resolve_matmul("matmul", implementation, operands.product_dtype(x, w), *w.shape, packed=packed)
     if chosen != "reference":
         from pallas_kernels.matmul import triton

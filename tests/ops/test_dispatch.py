@@ -1,9 +1,10 @@
 import logging
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, gpu, nvfp4, operands
 from pallas_kernels.attention import attention
 from pallas_kernels.combine import combine
 from pallas_kernels.embedding import embed
@@ -62,3 +63,18 @@ def test_a_preference_holds_for_what_names_nothing(monkeypatch):
     assert dispatch.resolve("an op without a kernel", None, ("reference",)) == "reference"
     with pytest.raises(ValueError, match="'cuda': must be one of reference, triton, mosaic"):
         dispatch.prefer("cuda")
+
+
+def test_which_products_read_packed_weights(monkeypatch):
+    x = nvfp4.quantize(jnp.ones((65, 16)), nvfp4.ScaleRule.fp8_exact())
+    w = nvfp4.quantize(jnp.ones((16, 16)), nvfp4.ScaleRule.fp8_exact(outer="matrix"))
+    other = nvfp4.quantize(jnp.ones((16, 16)), nvfp4.ScaleRule.te())
+    monkeypatch.setattr(gpu, "multiplies_codes", lambda: False)
+    expanded = nvfp4.expand(x)
+    assert [operands.packed_product(expanded, w, rows) for rows in (1, 64, 65)] == ["fp8", "fp8", None]
+    assert operands.packed_product(x, w, 64) == "fp8" and operands.packed_product(x, other, 64) == "bf16"
+    assert operands.packed_product(x, nvfp4.expand(w), 1) is operands.packed_product(_A, w, 1) is None
+    stack = jax.tree.map(lambda leaf: leaf[None].repeat(4, 0), w)
+    assert [operands.packed_product(x, stack, rows) for rows in (256, 257)] == ["fp8", None]
+    monkeypatch.setattr(gpu, "multiplies_codes", lambda: True)
+    assert operands.packed_product(x, w, 10_000) == "native" and operands.packed_product(expanded, w, 65) is None
