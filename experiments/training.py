@@ -14,7 +14,7 @@ from experiments.build import Setup, build, sample_prompts
 from experiments.console import Console, Interrupt
 from experiments.evaluation import evaluate
 from minite_jax import checkpoint
-from minite_jax.checkpoint.config import flat_fields, to_plain
+from minite_jax.checkpoint.config import differing_fields, flat_fields, to_plain
 from minite_jax.errors import UserError
 from minite_jax.files import replaced
 from minite_jax.learner import TrainState, init_state
@@ -287,9 +287,8 @@ def _look_into(workdir: Path, config) -> tuple[bool, bool]:
     kept = workdir / "config.json"
     if kept.exists():
         try:
-            texts = [json.dumps(each, sort_keys=True) for each in (json.loads(kept.read_text()), to_plain(config))]
-            same = texts[0] == texts[1]  # as text: 1 is not 1.0, and NaN is NaN
-        except ValueError:
+            same = not differing_fields(json.loads(kept.read_text()), to_plain(config))
+        except (ValueError, AttributeError):  # no JSON, or no object
             same = False
         if same:
             return False, True

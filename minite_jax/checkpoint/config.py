@@ -52,16 +52,25 @@ def check_config(where: str, stored: Mapping[str, Any], config: Any, may_differ:
     Raises:
         CheckpointError: other fields differ; names them with both values.
     """
-    before, now = flat_fields(stored), flat_fields(to_plain(config))
-    problems = []
-    for field in sorted({*before, *now}):
-        allowed = any(field == free or field.startswith(f"{free}.") for free in may_differ)
-        old, new = before.get(field, _ABSENT), now.get(field, _ABSENT)
-        # As JSON text, so that nan equals nan, and 1 is neither True nor 1.0.
-        if not allowed and _text(old) != _text(new):
-            problems.append(f"{field} was {_text(old)} and is {_text(new)}")
+    changes = differing_fields(stored, to_plain(config))
+    free = tuple(may_differ)
+    problems = [
+        f"{field} was {old} and is {new}"
+        for field, (old, new) in changes.items()
+        if not any(field == each or field.startswith(f"{each}.") for each in free)
+    ]
     if problems:
         raise CheckpointError(f"{where} comes from another configuration: {shorten(problems)}; use that one or a new --workdir")
+
+
+def differing_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Returns the dotted fields of two plain configurations that differ, each with both values as text.
+
+    Compared as JSON text, so that nan equals nan, and 1 is neither True nor 1.0.
+    """
+    old, new = flat_fields(before), flat_fields(now)
+    texts = {field: (_text(old.get(field, _ABSENT)), _text(new.get(field, _ABSENT))) for field in sorted({*old, *new})}
+    return {field: pair for field, pair in texts.items() if pair[0] != pair[1]}
 
 
 def flat_fields(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
