@@ -16,6 +16,7 @@ from minite_jax.model import cache as cache_lib
 from minite_jax.model.cache import KVCache
 from minite_jax.model.moe import moe
 from minite_jax.model.policy import Policy, Weight
+from minite_jax.precision.activation import gated, normed
 from minite_jax.precision.linear import linear, stored_value
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, KINDS, MLP
 from pallas_kernels.attention import attention
@@ -25,7 +26,6 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.numerics import round_to
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rotary import rotary, rotary_table
-from pallas_kernels.silu_mul import silu_mul
 
 
 def _add(x_MD, y_MD):
@@ -37,14 +37,16 @@ def _value(weight: Weight) -> jax.Array:
     return stored_value(weight.stored, weight.master)
 
 
-def _attention_block(policy, layer, weights, x_MD, positions_BT, angles, cached):
-    """Projections, norms, rotation, attention. Returns the block's output and this layer's keys and values [B, S, N, K]."""
+def _attention_block(policy, layer, weights, x, positions_BT, angles, cached):
+    """Projections, norms, rotation, attention of an `Activation`. Returns the block's output and this layer's keys and values
+    [B, S, N, K].
+    """
     config = policy.config
     batch, length = positions_BT.shape
     H, N, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     format = policy.format_of(ATTENTION, layer)
 
-    qkv_MHK = linear(format, x_MD, weights["qkv"].stored, weights["qkv"].master).reshape(-1, H + 2 * N, K)
+    qkv_MHK = linear(format, x, weights["qkv"].stored, weights["qkv"].master).reshape(-1, H + 2 * N, K)
     q_MHK, k_MNK, v_MNK = jnp.split(qkv_MHK, (H, H + N), axis=1)
 
     def normalized(x, name):
@@ -62,20 +64,21 @@ def _attention_block(policy, layer, weights, x_MD, positions_BT, angles, cached)
 
 
 def _mlp_block(policy, layer, weights, x_MD):
-    if policy.config.is_moe:
-        return moe(policy.config, policy.format_of(EXPERTS, layer), weights, x_MD)
-    format = policy.format_of(MLP, layer)
-    gate_up_MF = linear(format, x_MD, weights["gate_up"].stored, weights["gate_up"].master)
-    return linear(format, silu_mul(gate_up_MF), weights["down"].stored, weights["down"].master)
+    config = policy.config
+    format = policy.format_of(EXPERTS if config.is_moe else MLP, layer)
+    x = normed(format, x_MD, _value(weights["mlp_norm"]), eps=config.rms_norm_eps, keep=config.is_moe)
+    if config.is_moe:
+        return moe(config, format, weights, x)
+    gate_up_MF = linear(format, x, weights["gate_up"].stored, weights["gate_up"].master)
+    return linear(format, gated(format, gate_up_MF), weights["down"].stored, weights["down"].master)
 
 
 def _layer(policy, layer, weights, x_MD, *, positions_BT, angles, cached):
-    eps = policy.config.rms_norm_eps
-    normed_MD = rms_norm(x_MD, _value(weights["attention_norm"]), eps=eps)
-    attended_MD, kv = _attention_block(policy, layer, weights, normed_MD, positions_BT, angles, cached)
+    format = policy.format_of(ATTENTION, layer)
+    x = normed(format, x_MD, _value(weights["attention_norm"]), eps=policy.config.rms_norm_eps)
+    attended_MD, kv = _attention_block(policy, layer, weights, x, positions_BT, angles, cached)
     x_MD = _add(x_MD, attended_MD)
-    normed_MD = rms_norm(x_MD, _value(weights["mlp_norm"]), eps=eps)
-    return _add(x_MD, _mlp_block(policy, layer, weights, normed_MD)), kv
+    return _add(x_MD, _mlp_block(policy, layer, weights, x_MD)), kv
 
 
 def hidden_states(

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from minite_jax.model.config import ModelConfig
+from minite_jax.precision.activation import Activation, gated
 from minite_jax.precision.linear import Dispatch, expert_linear, stored_value
 from minite_jax.precision.recipe import MatmulFormat
 from pallas_kernels.combine import combine
 from pallas_kernels.router import router
-from pallas_kernels.silu_mul import silu_mul
 
 
 def make_dispatch(experts_Mk: Int[Array, "M k"], num_experts: int) -> Dispatch:
@@ -22,23 +22,23 @@ def make_dispatch(experts_Mk: Int[Array, "M k"], num_experts: int) -> Dispatch:
     return Dispatch(order=order, slot=slot, group_sizes=group_sizes)
 
 
-def moe(config: ModelConfig, format: MatmulFormat, weights: dict, x_MD: Float[Array, "M D"]) -> Float[Array, "M D"]:
+def moe(config: ModelConfig, format: MatmulFormat, weights: dict, x: Activation) -> Float[Array, "M D"]:
     """The expert MLP of one layer.
 
     Args:
       config: shape of the model.
       format: format of the experts' matmuls.
       weights: the layer's `Weight`s, of which router, gate_up and down are used.
-      x_MD: [M, D] normalised hidden states.
+      x: [M, D] normalised hidden states in the experts' format, whose carrier holds them plain, for the router.
 
     Returns:
       [M, D], each token's experts weighted and summed.
     """
     router_ED = stored_value(weights["router"].stored, weights["router"].master)
-    weights_Mk, experts_Mk = router(x_MD, router_ED, top_k=config.num_experts_per_tok, normalize=config.norm_topk_prob)
+    weights_Mk, experts_Mk = router(x.carrier, router_ED, top_k=config.num_experts_per_tok, normalize=config.norm_topk_prob)
     dispatch = make_dispatch(experts_Mk, config.num_experts)
     gate_up = weights["gate_up"]
-    gate_up_mF = expert_linear(format, x_MD, gate_up.stored, gate_up.master, dispatch, gather=True)
+    gate_up_mF = expert_linear(format, x, gate_up.stored, gate_up.master, dispatch, gather=True)
     down = weights["down"]
-    out_mD = expert_linear(format, silu_mul(gate_up_mF), down.stored, down.master, dispatch, gather=False)
+    out_mD = expert_linear(format, gated(format, gate_up_mF), down.stored, down.master, dispatch, gather=False)
     return combine(out_mD, weights_Mk, dispatch.slot)

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from minite_jax.precision.activation import Activation, activation
 from minite_jax.precision.recipe import MatmulFormat
-from pallas_kernels import nvfp4
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
 from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
 from pallas_kernels.operands import Operand, take_rows
@@ -42,39 +42,36 @@ class Dispatch:
     group_sizes: Int[Array, "E"]
 
 
-def _operand(format: MatmulFormat, x: Float[Array, "M K"]) -> Operand:
-    return nvfp4.quantize_operand(x, format.activation) if format.quantized else x
-
-
 def linear(
-    format: MatmulFormat, x: Float[Array, "M K"], stored: Operand, master: Float[Array, "N K"] | None
+    format: MatmulFormat, x: Activation | Float[Array, "M K"], stored: Operand, master: Float[Array, "N K"] | None
 ) -> Float[Array, "M N"]:
     """Computes ``x @ stored.T`` in the given format, rounded to the type of `x`.
 
     Args:
-      format: formats of the operands; the activations are quantised here.
-      x: [M, K] bfloat16 or float32.
+      format: formats of the operands.
+      x: [M, K], bfloat16 or float32 rows, which are quantised here, or an `Activation` in this format.
       stored: [N, K] weights as the policy stores them, already in their format.
       master: [N, K] float32 that receives the weight's gradient, or None.
     """
-    return _linear(format, x, stored, master)
+    x = activation(format, x)
+    return _linear(x.carrier, x.quantized, stored, master)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(format, x_MK, stored, master):
+@jax.custom_vjp
+def _linear(carrier_MK, quantized, stored, master):
     del master
-    return matmul(_operand(format, x_MK), stored, out_dtype=x_MK.dtype)
+    return matmul(Activation(carrier_MK, quantized).operand, stored, out_dtype=carrier_MK.dtype)
 
 
-def _linear_forward(format, x_MK, stored, master):
-    operand = _operand(format, x_MK)
-    return matmul(operand, stored, out_dtype=x_MK.dtype), (operand, stored, master is not None)
+def _linear_forward(carrier_MK, quantized, stored, master):
+    operand = Activation(carrier_MK, quantized).operand
+    return matmul(operand, stored, out_dtype=carrier_MK.dtype), (operand, stored, master is not None)
 
 
-def _linear_backward(format, residuals, g_MN):
+def _linear_backward(residuals, g_MN):
     operand, stored, wants_weight = residuals
     dx_MK = matmul_dgrad(g_MN, stored, out_dtype=g_MN.dtype)
-    return dx_MK, None, matmul_wgrad(operand, g_MN) if wants_weight else None
+    return dx_MK, None, None, matmul_wgrad(operand, g_MN) if wants_weight else None
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
@@ -82,7 +79,7 @@ _linear.defvjp(_linear_forward, _linear_backward)
 
 def expert_linear(
     format: MatmulFormat,
-    x: Float[Array, "M K"],
+    x: Activation | Float[Array, "M K"],
     stored: Operand,
     master: Float[Array, "E N K"] | None,
     dispatch: Dispatch,
@@ -94,7 +91,7 @@ def expert_linear(
     Args:
       format: formats of the operands.
       x: [M, K], one row per token (`gather`: quantised first, then copied to its experts), or [M k, K], one per sorted
-        assignment.
+        assignment; plain rows or an `Activation` in this format.
       stored: [E, N, K] weights as the policy stores them.
       master: [E, N, K] float32 that receives the weights' gradient, or None.
       dispatch: the assignments.
@@ -103,7 +100,8 @@ def expert_linear(
     Returns:
       [M k, N] in sorted order, in the type of `x`.
     """
-    return _expert_linear(format, gather, x, stored, master, dispatch)
+    x = activation(format, x)
+    return _expert_linear(gather, x.carrier, x.quantized, stored, master, dispatch)
 
 
 def _tokens(dispatch: Dispatch, gather: bool) -> Int[Array, "Mk"] | None:
@@ -111,21 +109,19 @@ def _tokens(dispatch: Dispatch, gather: bool) -> Int[Array, "Mk"] | None:
     return dispatch.order // dispatch.slot.shape[1] if gather else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _expert_linear(format, gather, x, stored, master, dispatch):
-    del master
-    rows = _tokens(dispatch, gather)
-    return grouped_matmul(_operand(format, x), stored, dispatch.group_sizes, rows=rows, out_dtype=x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_linear(gather, carrier, quantized, stored, master, dispatch):
+    return _expert_linear_forward(gather, carrier, quantized, stored, master, dispatch)[0]
 
 
-def _expert_linear_forward(format, gather, x, stored, master, dispatch):
-    operand = _operand(format, x)
+def _expert_linear_forward(gather, carrier, quantized, stored, master, dispatch):
+    operand = Activation(carrier, quantized).operand
     rows = _tokens(dispatch, gather)
-    result = grouped_matmul(operand, stored, dispatch.group_sizes, rows=rows, out_dtype=x.dtype)
+    result = grouped_matmul(operand, stored, dispatch.group_sizes, rows=rows, out_dtype=carrier.dtype)
     return result, (operand, stored, master is not None, dispatch)
 
 
-def _expert_linear_backward(format, gather, residuals, g):
+def _expert_linear_backward(gather, residuals, g):
     operand, stored, wants_weight, dispatch = residuals
     # A token's sum over its experts is float32; what has one expert is rounded where it is summed.
     dx = grouped_matmul_dgrad(g, stored, dispatch.group_sizes, out_dtype=jnp.float32 if gather else g.dtype)
@@ -135,7 +131,7 @@ def _expert_linear_backward(format, gather, residuals, g):
     if wants_weight:
         rows = take_rows(operand, _tokens(dispatch, gather)) if gather else operand
         dw = grouped_matmul_wgrad(rows, g, dispatch.group_sizes)
-    return dx, None, dw, None
+    return dx, None, None, dw, None
 
 
 _expert_linear.defvjp(_expert_linear_forward, _expert_linear_backward)
