@@ -17,9 +17,19 @@ _CHECKED = [
 install_import_hook(["minite_jax", *_CHECKED], "beartype.beartype")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--platform",
+        choices=("cpu", "gpu"),
+        help="where the tests run: by default those marked gpu on a GPU, all others on the CPU. With gpu, `pytest --platform=gpu "
+        "tests/contracts` holds a GPU's kernels to the contracts",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): as pytest-xdist knows it; here for runs without that plugin")
-    wants_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
+    marked_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
+    wants_gpu = config.getoption("platform") == "gpu" or (config.getoption("platform") is None and marked_gpu)
     settings = {"JAX_NUMPY_RANK_PROMOTION": "raise"}
     if not wants_gpu:
         # Two CPU devices, so that sharded restores can be tested. Arrays go to the first one by default.
