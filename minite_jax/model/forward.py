@@ -19,7 +19,7 @@ from minite_jax.model.policy import Policy, Weight
 from minite_jax.precision.activation import gated, normed
 from minite_jax.precision.linear import linear, stored_value
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, KINDS, MLP
-from pallas_kernels.attention import attention
+from pallas_kernels.attention import attention, key_block, paged_attention
 from pallas_kernels.embedding import embed
 from pallas_kernels.log_prob import Truncation, token_log_prob
 from pallas_kernels.matmul import matmul
@@ -57,8 +57,16 @@ def _attention_block(policy, layer, weights, x, positions_BT, angles, cached):
     k_BSNK, v_BSNK = k_MNK.reshape(batch, length, N, K), v_MNK.reshape(batch, length, N, K)
     if cached is not None:
         k_BSNK, v_BSNK = (cache_lib.write(old, new, positions_BT) for old, new in zip(cached, (k_BSNK, v_BSNK), strict=True))
-    readable_BT = jnp.minimum(positions_BT, k_BSNK.shape[1] - 1)  # padding behind the capacity reads, and is ignored
-    out_BTHK = attention(q_MHK.reshape(batch, length, H, K), k_BSNK, v_BSNK, readable_BT)
+    q_BTHK = q_MHK.reshape(batch, length, H, K)
+    if cached is None:
+        out_BTHK = attention(q_BTHK, k_BSNK, v_BSNK, positions_BT)
+    else:
+        slots = k_BSNK.shape[1]
+        readable_BT = jnp.minimum(positions_BT, slots - 1)  # padding behind the capacity reads, and is ignored
+        filled = [(0, 0), (0, -slots % key_block()), (0, 0), (0, 0)]
+        pages = (jnp.pad(x, filled).reshape(-1, key_block(), N, K) for x in (k_BSNK, v_BSNK))
+        tables_BJ = jnp.arange(batch * (-(-slots // key_block())), dtype=jnp.int32).reshape(batch, -1)
+        out_BTHK = paged_attention(q_BTHK, *pages, tables_BJ, readable_BT)
     out_MD = linear(format, out_BTHK.reshape(batch * length, H * K), weights["o"].stored, weights["o"].master)
     return out_MD, (k_BSNK, v_BSNK)
 

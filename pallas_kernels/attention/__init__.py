@@ -1,5 +1,5 @@
-"""Causal grouped-query attention, one code for a full pass, a chunk and a single token against a cache."""
+"""Causal grouped-query attention: packed sequences with their gradient, and tokens that read a cache of pages."""
 
-from pallas_kernels.attention.api import KEY_BLOCK, attention
+from pallas_kernels.attention.api import attention, key_block, paged_attention
 
-__all__ = ["KEY_BLOCK", "attention"]
+__all__ = ["attention", "key_block", "paged_attention"]
