@@ -1,0 +1,198 @@
+"""The forward kernels of attention in Triton's interpreter against a softmax in float64, and compiled for NVIDIA GPUs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+CHUNK_BLOCKS = 2  # in place of the kernels' own, so that short sequences have several chunks
+B, H, N, K = 2, 4, 2, 64
+LENGTHS = ((150, 70), (200,))  # sequences packed into each of the B rows, at multiples of 64
+COMPILED = ("prefill", "prefill one chunk", "pages", "decode", "decode split")
+
+
+def _expected(q, k, v):
+    """[T, H, K], [T, N, K] -> causal attention in float64, and the log-sum-exp in base 2, [H, T]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    score = np.einsum("thk,shk->hts", q, k) * q.shape[-1] ** -0.5
+    score = np.where(np.tril(np.ones(score.shape[1:], bool)), score, -np.inf)
+    maximum = score.max(-1, keepdims=True)
+    weight = np.exp(score - maximum)
+    total = weight.sum(-1, keepdims=True)
+    lse = (maximum + np.log(total))[..., 0] / np.log(2)
+    return np.einsum("hts,shk->thk", weight / total, v), lse
+
+
+def _packed(rng):
+    """Random q, k, v of packed sequences, their positions, and (b, start, length) of each sequence."""
+    T = max(sum(-(-length // 64) * 64 for length in lengths) for lengths in LENGTHS) - 5  # no multiple of a block
+    q, k, v = (rng.standard_normal((B, T, heads, K)).astype(np.float32) for heads in (H, N, N))
+    positions, sequences = np.zeros((B, T), np.int32), []
+    for b, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            length = min(length, T - start)
+            positions[b, start : start + length] = np.arange(length)
+            sequences.append((b, start, length))
+            start += -(-length // 64) * 64
+    return q, k, v, positions, sequences
+
+
+def _pages(rng, k, v, lengths):
+    """Keys and values of the first sequences of each row in shuffled pages with NaN wherever nothing has to be read."""
+    J = max(-(-length // 64) for length in lengths) + 1
+    order = rng.permutation(B * J)
+    tables = np.full((B, J), 10**6, np.int32)  # no such page
+    pages = np.full((2, B * J, 64, N, K), np.nan, np.float32)
+    for b, length in enumerate(lengths):
+        used = -(-length // 64)
+        tables[b, :used] = order[b * J : b * J + used]
+        for kind, x in enumerate((k, v)):
+            for s in range(length):
+                pages[kind, tables[b, s // 64], s % 64] = x[b, s]
+    return *pages, tables
+
+
+def _interpreted() -> dict:
+    """Greatest error of each case; for what must have other's bits: how many elements have not."""
+    from pallas_kernels import gpu
+    from pallas_kernels.attention import triton
+
+    triton.CHUNK_BLOCKS = CHUNK_BLOCKS
+    rng = np.random.default_rng(0)
+    q, k, v, positions, sequences = _packed(rng)
+    T = q.shape[1]
+    results = {}
+
+    def prefill(q, k, v, positions):
+        launch = triton.attention_launch(B, T, H, N, K, q.dtype)
+        return gpu.interpret(launch, q, k, v, positions, positions, B, T, 0)
+
+    out, lse = prefill(q, k, v, positions)
+    errors = []
+    for b, start, length in sequences:
+        rows = slice(start, start + length)
+        expected, expected_lse = _expected(q[b, rows], k[b, rows], v[b, rows])
+        errors += [np.abs(out[b, rows] - expected).max(), np.abs(lse[b, :, rows] - expected_lse).max()]
+    results["packed"] = float(max(errors))
+
+    low = [np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in (q, k, v)]
+    out_low, _ = prefill(*low, positions)
+    b, start, length = sequences[1]
+    rows = slice(start, start + length)
+    expected, _ = _expected(*(x[b, rows].astype(np.float32) for x in low))
+    results["bfloat16"] = float(np.abs(out_low[b, rows].astype(np.float32) - expected).max())
+
+    lengths = [length for _, start, length in sequences if start == 0]
+    k_pages, v_pages, tables = _pages(rng, k, v, lengths)
+    J = tables.shape[1]
+
+    def paged(tokens, split):
+        """The last tokens of each sequence."""
+        rows = np.stack([np.arange(length - tokens, length) for length in lengths]).astype(np.int32)
+        q_rows = np.stack([q[b, rows[b]] for b in range(B)])
+        launch = triton.attention_launch(B, tokens, H, N, K, q.dtype, table_length=J, split=split)
+        found, stats = gpu.interpret(launch, q_rows, k_pages, v_pages, tables, rows, B, tokens, J)
+        if split:
+            merge = triton.merge_launch(found.shape[0], B * tokens * H, H, K, q.dtype)
+            found = gpu.interpret(merge, found, stats, rows, B * tokens * H)[0].reshape(q_rows.shape)
+        return found, np.stack([out[b, rows[b]] for b in range(B)])
+
+    for tokens in (1, 40):
+        (found, expected), (in_parts, _) = paged(tokens, False), paged(tokens, True)
+        # Not the same bits here: numpy sums the products of a matrix in an order of its own for each shape.
+        results[f"pages, {tokens}"] = float(np.abs(found - expected).max())
+        results[f"split, {tokens}"] = int((found.view(np.uint32) != in_parts.view(np.uint32)).sum())
+    return results
+
+
+def _resources(cubin: bytes, triton) -> dict[str, int]:
+    """Registers and bytes of stack of a compiled kernel."""
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name.lower(): int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK")}
+
+
+def _compiled() -> dict:
+    import triton as triton_package
+
+    from pallas_kernels import gpu
+    from pallas_kernels.attention import triton
+
+    def launch_and_inputs(B, T, N, J=None, **kinds):
+        array, H, K = jax.ShapeDtypeStruct, 32, 128
+        launch = triton.attention_launch(B, T, H, N, K, jnp.bfloat16, table_length=J, **kinds)
+        q, kv, integers = array((B, T, H, K), jnp.bfloat16), array((B, T, N, K), jnp.bfloat16), array((B, T), jnp.int32)
+        return launch, (q, kv, kv, integers, integers, B, T, J or 0)
+
+    launches = {
+        "prefill": launch_and_inputs(4, 4096, 4),
+        "prefill one chunk": launch_and_inputs(4, 2048, 8),
+        "pages": launch_and_inputs(4, 512, 4, 128),
+        "decode": launch_and_inputs(64, 1, 8, 128, split=False),
+        "decode split": launch_and_inputs(8, 1, 4, 512, split=True),
+    }
+    found = {}
+    for name, (launch, inputs) in launches.items():
+        for capability in (90, 100):
+            asm = gpu.compile_ahead(launch, *inputs, capability=capability).asm
+            found[f"{name} {capability}"] = dict(
+                wgmma=len(re.findall(r"\bwgmma\.mma_async\.", asm["ptx"])),
+                tcgen05=len(re.findall(r"\btcgen05\.mma\.", asm["ptx"])),
+                other_mma=len(re.findall(r"(?<![\w.])mma\.sync", asm["ptx"])),
+                atomics=len(re.findall(r"\b(?:atom|red)\.", asm["ptx"])),
+                shared_in_steps=len(re.findall(r"\bcp\.async\.c[ag]\.", asm["ptx"])),
+                warps=re.findall(r"warpsPerCTA = \[(\d+), (\d+)\], instrShape", asm["ttgir"]),
+                **_resources(asm["cubin"], triton_package),
+            )
+    return found
+
+
+def test_packed_sequences_with_a_tail(child):
+    assert child("interpret")["packed"] < 2e-6
+
+
+def test_weights_are_rounded_to_bfloat16(child):
+    # Outputs are below 4: the final rounding is 2^-7 at most, that of the weights less.
+    assert 1e-4 < child("interpret")["bfloat16"] < 2.0**-6
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_pages_in_any_order_and_nan_behind_the_position(child, tokens):
+    assert child("interpret")[f"pages, {tokens}"] < 2e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_chunks_in_programs_of_their_own_give_the_same_bits(child, tokens):
+    assert child("interpret")[f"split, {tokens}"] == 0
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_for_hopper(child, name):
+    found = child("compile")[f"{name} 90"]
+    assert found["wgmma"] > 0 and found["other_mma"] == 0 and found["atomics"] == 0 and found["shared_in_steps"] > 0
+    # Rows are spread over warps and keys are not: a row's sum has one order whatever the tile.
+    assert found["warps"] and all(keys == "1" for _, keys in found["warps"])
+    # What does not fit the registers is the merged state, which waits outside of the loop over blocks.
+    assert found["stack"] <= 256
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_for_blackwell(child, name):
+    found = child("compile")[f"{name} 100"]
+    assert found["tcgen05"] > 0 and found["other_mma"] == 0 and found["atomics"] == 0
+
+
+if __name__ == "__main__":
+    print(json.dumps(_interpreted() if sys.argv[1] == "interpret" else _compiled()))
