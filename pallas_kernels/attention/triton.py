@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import gpu, numerics, tuning
-from pallas_kernels.attention.triton_backward import attention_backward
+from pallas_kernels.attention import triton_backward
 from pallas_kernels.triton_numerics import round_to
 
 __all__ = ["CHUNK_BLOCKS", "KEY_BLOCK", "attention", "attention_backward", "paged_attention"]
@@ -64,7 +64,7 @@ def _merge(max_a, sum_a, acc_a, max_b, sum_b, acc_b):
 
 @triton.jit
 def _weighted_mean(total, acc):
-    """acc / total; 0 for a row that attends nothing. No zero is negative: blocks that a row does not see add +0, others need not."""
+    """acc / total; 0 for a row that attends nothing. No zero is negative, since a block that a row does not see may add +0."""
     inverse = tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total))
     return acc * inverse[:, None] + 0.0
 
@@ -250,7 +250,9 @@ def attention_launch(
     else:
         out_shape = gpu.outputs(((B, T, H, K), dtype), ((B, H, T), jnp.float32))
     grid = (programs, chunks) if split else (programs,)
-    return gpu.Launch(attention_kernel, out_shape, grid, constants, config["num_warps"], config["num_stages"])
+    # More warps than there are groups of 16 rows would share a row's keys, and sum them in another order.
+    num_warps = min(config["num_warps"], block_m // 16)
+    return gpu.Launch(attention_kernel, out_shape, grid, constants, num_warps, config["num_stages"])
 
 
 def merge_launch(chunks: int, rows: int, H: int, K: int, dtype) -> gpu.Launch:
@@ -274,6 +276,15 @@ def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT):
     launch = attention_launch(B, T, H, k_BTNK.shape[2], K, q_BTHK.dtype)
     positions_BT = positions_BT.astype(jnp.int32)
     return tuple(gpu.run(launch, q_BTHK, k_BTNK, v_BTNK, positions_BT, positions_BT, B, T, 0))
+
+
+def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK):
+    """Gradients of q, k and v. Padding attends what it attends in the forward, as its log-sum-exp wants."""
+    T = positions_BT.shape[1]
+    token_T = jnp.arange(T, dtype=jnp.int32)
+    start_BJ = jnp.maximum(token_T[None, ::KEY_BLOCK] - positions_BT[:, ::KEY_BLOCK].astype(jnp.int32), 0)
+    positions_BT = token_T[None] - jnp.repeat(start_BJ, KEY_BLOCK, axis=1)[:, :T]
+    return triton_backward.attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK)
 
 
 def paged_attention(q_BTHK, k_PSNK, v_PSNK, tables_BJ, positions_BT, *, split: bool | None = None) -> jax.Array:
