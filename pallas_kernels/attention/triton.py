@@ -199,10 +199,11 @@ def merge_kernel(
 # --- launches ------------------------------------------------------------------------------------------------------------------
 
 # Training: 128 rows read a block of keys from the cache half as often as 64 do. Decoding has few rows; two programs to a
-# multiprocessor keep its memory busy. float32 has one tile for everything: without tensor cores a layout's sums follow the tile.
+# multiprocessor keep its memory busy. float32 has one tile for everything: without tensor cores a layout's sums follow the tile,
+# and products are unrolled into multiply-adds, so it is small.
 _PREFILL = dict(BLOCK_M=128, num_warps=8, num_stages=3)
 _DECODE = dict(BLOCK_M=64, num_warps=4, num_stages=3)
-_FLOAT32 = dict(BLOCK_M=64, num_warps=4, num_stages=1)
+_FLOAT32 = dict(BLOCK_M=16, num_warps=8, num_stages=1)
 _MERGE_ROWS = 4
 # Programs that fill a GPU of 132 multiprocessors a few times over: with fewer, chunks go to programs of their own.
 _ENOUGH_PROGRAMS = 1024
@@ -232,11 +233,13 @@ def attention_launch(
         raise NotImplementedError(f"attention: {G} query heads per key/value head; the kernels have at most 64")
     decodes = T * head_rows <= 64
     if dtype == jnp.float32:
-        config = _FLOAT32
+        block_m, num_warps, num_stages = max(_FLOAT32["BLOCK_M"], head_rows), _FLOAT32["num_warps"], _FLOAT32["num_stages"]
     else:
         op = f"attention_{'decode' if decodes else 'prefill'}_{dtype.name}"
         config = tuning.config(op, rows=T, features=H, depth=K, default=_DECODE if decodes else _PREFILL)
-    block_m = max(64, min(config["BLOCK_M"], KEY_BLOCK * head_rows))  # a tile has one sequence: not more tokens than a block
+        block_m = max(64, min(config["BLOCK_M"], KEY_BLOCK * head_rows))  # a tile has one sequence: no more tokens than a block
+        # More warps than there are groups of 16 rows would share a row's keys, and sum them in another order.
+        num_warps, num_stages = min(config["num_warps"], block_m // 16), config["num_stages"]
     programs = triton.cdiv(T, block_m // head_rows) * B * N
     chunks = triton.cdiv(table_length if paged else triton.cdiv(T, KEY_BLOCK), CHUNK_BLOCKS)
     if split is None:
@@ -250,9 +253,7 @@ def attention_launch(
     else:
         out_shape = gpu.outputs(((B, T, H, K), dtype), ((B, H, T), jnp.float32))
     grid = (programs, chunks) if split else (programs,)
-    # More warps than there are groups of 16 rows would share a row's keys, and sum them in another order.
-    num_warps = min(config["num_warps"], block_m // 16)
-    return gpu.Launch(attention_kernel, out_shape, grid, constants, num_warps, config["num_stages"])
+    return gpu.Launch(attention_kernel, out_shape, grid, constants, num_warps, num_stages)
 
 
 def merge_launch(chunks: int, rows: int, H: int, K: int, dtype) -> gpu.Launch:
