@@ -19,7 +19,8 @@ FP8, BF16, COPY, READ = "fp8 matmul", "bf16 matmul", "copy", "read"
 VS_BF16, VS_FP8 = "vs_cublas_bf16", "vs_cublas_fp8"
 VS_GROUPED, VS_GROUPED_FP8 = "vs_grouped_bf16", "vs_grouped_fp8"
 VS_RAGGED, VS_UNFUSED = "vs_ragged_dot", "vs_unfused"
-RATIOS = (VS_BF16, VS_FP8, VS_GROUPED, VS_GROUPED_FP8, VS_RAGGED, VS_UNFUSED)
+VS_CUDNN, VS_SDPA = "vs_cudnn_attention", "vs_sdpa"
+RATIOS = (VS_BF16, VS_FP8, VS_GROUPED, VS_GROUPED_FP8, VS_RAGGED, VS_UNFUSED, VS_CUDNN, VS_SDPA)
 SHARE = "share"
 
 
@@ -88,6 +89,9 @@ class Scale:
       decode: dense projections that are decoded.
       backward: dense projections of the backward suite.
       wide: model whose SwiGLU is the widest measured, or None.
+      attention_models: whose heads attend.
+      attention_passes: (sequences, tokens of each) of a causal pass.
+      attention_caches: (sequences, tokens behind each) of decoding.
     """
 
     rows: int
@@ -98,6 +102,9 @@ class Scale:
     decode: tuple[shapes.Dense, ...]
     backward: tuple[shapes.Dense, ...]
     wide: shapes.Model | None
+    attention_models: tuple[shapes.Model, ...]
+    attention_passes: tuple[tuple[int, int], ...]
+    attention_caches: tuple[tuple[int, int], ...]
 
 
 _LARGE, _MOE = shapes.QWEN3_8B, shapes.QWEN3_30B_A3B
@@ -113,6 +120,9 @@ FULL = Scale(
     decode=(_MOE.projection("qkv"), _LARGE.projection("gate_up"), _LARGE.projection("down")),
     backward=(_LARGE.projection("gate_up"), _LARGE.projection("down"), _MOE.projection("qkv")),
     wide=_LARGE,
+    attention_models=(_MOE, _LARGE),
+    attention_passes=((4, 4096), (1, 32768)),
+    attention_caches=((64, 4096), (64, 8192), (8, 32768)),
 )
 _TINY = shapes.QUICKSTART
 QUICK = Scale(
@@ -124,6 +134,9 @@ QUICK = Scale(
     decode=(_TINY.projection("o"),),
     backward=(_TINY.projection("o"),),
     wide=None,
+    attention_models=(_TINY,),
+    attention_passes=((1, 32),),
+    attention_caches=((2, 32),),
 )
 
 

@@ -39,6 +39,8 @@ COLUMNS = [
     {"key": cases_lib.VS_GROUPED_FP8, "label": "torch grouped fp8 takes", "unit": "x"},
     {"key": cases_lib.VS_RAGGED, "label": "ragged_dot takes", "unit": "x"},
     {"key": cases_lib.VS_UNFUSED, "label": "unfused jnp takes", "unit": "x"},
+    {"key": cases_lib.VS_CUDNN, "label": "cuDNN attention takes", "unit": "x"},
+    {"key": cases_lib.VS_SDPA, "label": "torch flash attention takes", "unit": "x"},
     {"key": "goal", "label": "goal", "unit": ""},
     {"key": "met", "label": "met", "unit": ""},
     {"key": "b300", "label": "B300", "unit": ""},

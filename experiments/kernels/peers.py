@@ -1,4 +1,4 @@
-"""What the kernels are compared with: cuBLAS and PyTorch's grouped matmuls, timed in the same process on the same GPU.
+"""What the kernels are compared with: cuBLAS, PyTorch's grouped matmuls and flash attention, in the same process on the same GPU.
 
 PyTorch is wanted here alone, and may be missing: then a peer is "not run". A peer that fails says why, and never ends the run.
 Every peer's time is kept, since several cases are compared with the same one.
@@ -229,12 +229,43 @@ def _expert_mlp(torch, tokens, top_k, sizes, D, F):
     return make, combine_as_product, combine_as_sum
 
 
+def _flash(torch: Any, is_causal: bool) -> Callable:
+    """PyTorch's flash attention of [B, H, T, K], heads shared as the shapes say."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def run(q, k, v):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+    return run
+
+
+def _sdpa_causal(torch, B, T, H, N, K):
+    return lambda: tuple(_normal(torch, B, heads, T, K) for heads in (H, N, N)), _flash(torch, True)
+
+
+def _sdpa_gradients(torch, B, T, H, N, K):
+    flash = _flash(torch, True)
+
+    def make():
+        q, k, v = (_normal(torch, B, heads, T, K).requires_grad_() for heads in (H, N, N))
+        return _normal(torch, B, H, T, K), q, k, v
+
+    return make, lambda g, q, k, v: torch.autograd.grad(flash(q, k, v), (q, k, v), g)
+
+
+def _sdpa_decode(torch, B, T, H, N, K):
+    return lambda: tuple(_normal(torch, B, *rest) for rest in ((H, 1, K), (N, T, K), (N, T, K))), _flash(torch, False)
+
+
 COPY, READ = "device copy", "read alone (sum, max)"
 CUBLAS_BF16, CUBLAS_FP8 = "cuBLAS bf16", "cuBLAS fp8"
 GROUPED_BF16, GROUPED_FP8 = "torch._grouped_mm bf16", "torch._scaled_grouped_mm fp8"
 CUBLAS_DGRAD, CUBLAS_WGRAD = "cuBLAS bf16 dgrad", "cuBLAS bf16 wgrad"
 GROUPED_DGRAD, GROUPED_WGRAD = "torch._grouped_mm bf16 dgrad", "torch._grouped_mm bf16 wgrad"
 EXPERT_MLP = "expert MLP in PyTorch, bf16"
+SDPA_CAUSAL, SDPA_GRADIENTS = "flash attention in PyTorch, causal", "flash attention in PyTorch, causal, with gradients"
+SDPA_DECODE = "flash attention in PyTorch, one token"
 _PEERS: dict[str, _Builder] = {
     COPY: _copy,
     READ: _read,
@@ -247,4 +278,7 @@ _PEERS: dict[str, _Builder] = {
     GROUPED_DGRAD: _grouped_dgrad,
     GROUPED_WGRAD: _grouped_wgrad,
     EXPERT_MLP: _expert_mlp,
+    SDPA_CAUSAL: _sdpa_causal,
+    SDPA_GRADIENTS: _sdpa_gradients,
+    SDPA_DECODE: _sdpa_decode,
 }
