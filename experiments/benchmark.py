@@ -4,8 +4,9 @@
     python -m experiments.benchmark kernels --only=decode,quantize
     python -m experiments.benchmark kernels --quick --out=runs/kernels_quick.json     # tiny shapes, to try the script on a CPU
     python -m experiments.benchmark tune --only=decode --minutes=8     # measures tiles, writes pallas_kernels/tuning.json
+    python -m experiments.benchmark step --layers=4                    # where an update and a decoded token spend their time
 
-`--out` is the file to write: docs/benchmarks/kernels_DEVICE.json if not given (with --quick runs/kernels_quick.json), for `tune`
+`--out` is the file to write: docs/benchmarks/COMMAND_DEVICE.json if not given (with --quick runs/COMMAND_quick.json), for `tune`
 the table that the kernels read. `tune` takes half a minute to a minute for each kernel and shape, and goes on where it stopped.
 
 `kernels` writes a result file from which `experiments.tables` makes the page, and prints it as tables. Each case has its time and
@@ -27,8 +28,9 @@ from pathlib import Path
 import jax
 from absl import flags
 
+import minite_jax as mt
 from experiments import cli
-from experiments.kernels import ceilings, measure, suites, tune
+from experiments.kernels import ceilings, measure, step, suites, tune
 from experiments.kernels.cases import FULL, QUICK
 from experiments.kernels.peers import Peers
 from experiments.timing import TimingError, time_jax
@@ -45,7 +47,11 @@ _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes and few repeats: to try 
 _MINUTES = flags.DEFINE_float("minutes", None, "tune: start no other kernel after so many minutes; run again to go on.")
 _REVISION = flags.DEFINE_string("revision", None, "Git revision of the source, where it was copied without its history.")
 
-COMMANDS = ("kernels", "tune")
+_MODEL = flags.DEFINE_enum("model", "qwen3_30b_a3b", ("qwen3_30b_a3b", "qwen3_8b"), "step: whose width and vocabulary.")
+_LAYERS = flags.DEFINE_integer("layers", 4, "step: how many layers.", lower_bound=1)
+_RECIPES = flags.DEFINE_list("recipes", ["nvfp4", "bf16"], "step: precision recipes, separated by commas.")
+
+COMMANDS = ("kernels", "tune", "step")
 
 
 def device_slug(device_kind: str) -> str:
@@ -74,6 +80,12 @@ def origin(peers: Peers) -> dict:
     return found
 
 
+def out_path(command: str, quick: bool) -> Path:
+    """The result file of a command."""
+    device = device_slug(jax.devices()[0].device_kind)
+    return Path(_OUT.value or (f"runs/{command}_quick.json" if quick else f"docs/benchmarks/{command}_{device}.json"))
+
+
 def kernels() -> list[dict]:
     """Runs the suites, prints and writes their table.
 
@@ -86,8 +98,7 @@ def kernels() -> list[dict]:
     only, quick = chosen_suites(_ONLY.value), _QUICK.value
     if jax.default_backend() != "gpu" and not quick:
         raise UserError("there is no GPU here: --quick tries the script with tiny shapes on a CPU")
-    name = "kernels_quick" if quick else f"kernels_{device_slug(jax.devices()[0].device_kind)}"
-    path = Path(_OUT.value or (f"runs/{name}.json" if quick else f"docs/benchmarks/{name}.json"))
+    path = out_path("kernels", quick)
     repeats = min(_REPEATS.value, 5) if quick else _REPEATS.value
     others, start = Peers(repeats), time.perf_counter()
 
@@ -160,8 +171,41 @@ def tune_table() -> None:
     tune.tune(suites.cases(FULL, only), timer, path, functools.partial(print, flush=True), more)
 
 
+def steps() -> list[dict]:
+    """Measures the steps of the learner and of the sampler, prints and writes their tables and a picture.
+
+    Returns:
+      The rows.
+    """
+    quick = _QUICK.value
+    if jax.default_backend() != "gpu" and not quick:
+        raise UserError("there is no GPU here: --quick tries the script with a tiny model on a CPU")
+    path = out_path("step", quick)
+    config = mt.model.tiny_moe() if quick else getattr(mt.model, _MODEL.value)(num_hidden_layers=_LAYERS.value)
+    measured = []
+    for recipe in _RECIPES.value:
+        for each in step.measure(config, mt.recipe(recipe), step.TINY if quick else step.Settings()):
+            measured.append(each)
+            print(f"{each.program}: {1e3 * each.seconds:.2f} ms, {each.tokens / each.seconds:,.0f} tokens/s", flush=True)
+    rows = [row for each in measured for row in step.rows(each)]
+    width = "a tiny model: these times say nothing" if quick else f"{_MODEL.value}, {_LAYERS.value} layers"
+    write_results(
+        path,
+        name=path.stem,
+        title=f"Where a step's time goes on one {jax.devices()[0].device_kind} ({width})",
+        columns=step.COLUMNS,
+        rows=rows,
+        notes=step.NOTES,
+        provenance=origin(Peers(1)),
+        sections="program",
+    )
+    picture = step.draw(measured, path.with_name(f"{path.stem}_parts.png"))
+    print(f"written to {path} and {picture}")
+    return rows
+
+
 def main(argv: list[str]) -> None:
-    {"kernels": kernels, "tune": tune_table}[argv[1]]()
+    {"kernels": kernels, "tune": tune_table, "step": steps}[argv[1]]()
 
 
 if __name__ == "__main__":

@@ -83,10 +83,13 @@ def _mlp_block(policy, layer, weights, x_MD):
 
 def _layer(policy, layer, weights, x_MD, *, positions_BT, angles, cached):
     format = policy.format_of(ATTENTION, layer)
-    x = normed(format, x_MD, _value(weights["attention_norm"]), eps=policy.config.rms_norm_eps)
-    attended_MD, kv = _attention_block(policy, layer, weights, x, positions_BT, angles, cached)
-    x_MD = _add(x_MD, attended_MD)
-    return _add(x_MD, _mlp_block(policy, layer, weights, x_MD)), kv
+    # The scopes are for profiles: an operation's name tells which part of the model it belongs to.
+    with jax.named_scope("attention"):
+        x = normed(format, x_MD, _value(weights["attention_norm"]), eps=policy.config.rms_norm_eps)
+        attended_MD, kv = _attention_block(policy, layer, weights, x, positions_BT, angles, cached)
+        x_MD = _add(x_MD, attended_MD)
+    with jax.named_scope("moe" if policy.config.is_moe else "mlp"):
+        return _add(x_MD, _mlp_block(policy, layer, weights, x_MD)), kv
 
 
 def hidden_states(
@@ -132,7 +135,8 @@ def hidden_states(
     position_M = jnp.minimum(positions_BT, num_positions - 1).reshape(-1)
     angles = (jnp.asarray(cos_SK)[position_M], jnp.asarray(sin_SK)[position_M])
 
-    x_MD = embed(tokens.reshape(-1), weights["embed"].stored, master=weights["embed"].master)
+    with jax.named_scope("embed"):
+        x_MD = embed(tokens.reshape(-1), weights["embed"].stored, master=weights["embed"].master)
     cached = None if cache is None else tuple(zip(cache.keys, cache.values, strict=True))
     shape = policy.replace(weights=None, masters=None)
     kv = []
@@ -141,7 +145,8 @@ def hidden_states(
         run_cached = None if cached is None else cached[first:last]
         x_MD, run_kv = _run_layers(jax.checkpoint(layer) if remat else layer, weights["layers"][first:last], x_MD, run_cached)
         kv += run_kv
-    hidden_MD = rms_norm(x_MD, _value(weights["final_norm"]), eps=config.rms_norm_eps)
+    with jax.named_scope("head"):
+        hidden_MD = rms_norm(x_MD, _value(weights["final_norm"]), eps=config.rms_norm_eps)
     if cache is not None:
         added_B = length if num_new is None else num_new
         keys, values = zip(*kv, strict=True)
@@ -180,6 +185,7 @@ def output_head(policy: Policy) -> Weight:
     return weights["embed"] if policy.config.tie_word_embeddings else weights["lm_head"]
 
 
+@jax.named_scope("head")
 def logits_of(policy: Policy, hidden: Float[Array, "M D"]) -> Float[Array, "M V"]:
     """Float32 logits of hidden states. Not differentiable in the head: the learner uses `token_log_probs`."""
     return matmul(hidden, output_head(policy).stored, out_dtype=jnp.float32)
@@ -212,13 +218,14 @@ def scored_tokens(
     hidden_BTD, _ = hidden_states(policy, tokens, remat=remat)
     batch, length, width = hidden_BTD.shape
     head = output_head(policy)
-    log_prob_M, entropy_M = token_log_prob(
-        hidden_BTD[:, :-1].reshape(batch * (length - 1), width),
-        head.stored,
-        tokens[:, 1:].reshape(-1),
-        truncation,
-        head_master=head.master,
-    )
+    with jax.named_scope("head"):
+        log_prob_M, entropy_M = token_log_prob(
+            hidden_BTD[:, :-1].reshape(batch * (length - 1), width),
+            head.stored,
+            tokens[:, 1:].reshape(-1),
+            truncation,
+            head_master=head.master,
+        )
     return log_prob_M.reshape(batch, length - 1), entropy_M.reshape(batch, length - 1)
 
 

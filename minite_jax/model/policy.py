@@ -69,6 +69,7 @@ def _stored(spec: params_lib.ParamSpec, master: jax.Array, config: ModelConfig, 
     return round_to(master, recipe.compute_dtype)
 
 
+@jax.named_scope("pack")
 def pack(params: dict, config: ModelConfig, recipe: Recipe) -> Policy:
     """Quantises master weights by a recipe. Pure; runs inside the jitted update, outside the gradient."""
     weights = jax.tree.map(lambda spec, master: _stored(spec, master, config, recipe), params_lib.abstract_params(config), params)

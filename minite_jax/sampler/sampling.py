@@ -275,9 +275,10 @@ def generate(
     def decode(state):
         step, cache, last_BD, tokens_BC, log_probs_BC, mask_BC, done_B = state
         logits_BV = logits_of(policy, last_BD)
-        kept_BV = kept_tokens(logits_BV, params.truncation)
-        token_B = sample_tokens(logits_BV, jax.vmap(jax.random.fold_in, (0, None))(key_B, step), params.truncation, kept_BV)
-        log_prob_B, _ = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
+        with jax.named_scope("sample"):
+            kept_BV = kept_tokens(logits_BV, params.truncation)
+            token_B = sample_tokens(logits_BV, jax.vmap(jax.random.fold_in, (0, None))(key_B, step), params.truncation, kept_BV)
+            log_prob_B, _ = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
         alive_B = ~done_B
         tokens_BC = tokens_BC.at[:, step].set(jnp.where(alive_B, token_B, 0))
         log_probs_BC = log_probs_BC.at[:, step].set(jnp.where(alive_B, log_prob_B, 0.0))

@@ -1,0 +1,130 @@
+"""Which kernels a program runs on a GPU and how long each takes, from the profiler that JAX brings along.
+
+    trace = record(lambda: jax.block_until_ready(step(*arguments)))
+    trace.busy, trace.span, trace.by(lambda kernel: kernel.part)
+
+The part of the model that a kernel belongs to is the innermost `jax.named_scope` of `PARTS` around the operation that it runs.
+"""
+
+import collections
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+PARTS = ("embed", "attention", "moe", "mlp", "head", "sample", "optimizer", "pack")
+OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One launch.
+
+    Attributes:
+      name: of the kernel, without its arguments.
+      part: one of `PARTS`, with " backward" behind it inside a gradient, or `OTHER`.
+      start: seconds since the trace began.
+      seconds: how long it ran.
+    """
+
+    name: str
+    part: str
+    start: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The launches of one run, in the order in which they started."""
+
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def span(self) -> float:
+        """Seconds from the start of the first kernel to the end of the last."""
+        return max((k.start + k.seconds for k in self.kernels), default=0.0) - min((k.start for k in self.kernels), default=0.0)
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which some kernel ran."""
+        total, end = 0.0, float("-inf")
+        for kernel in sorted(self.kernels, key=lambda k: k.start):
+            total += max(0.0, kernel.start + kernel.seconds - max(kernel.start, end))
+            end = max(end, kernel.start + kernel.seconds)
+        return total
+
+    def by(self, key: Callable[[Kernel], Any]) -> dict[Any, tuple[int, float]]:
+        """Launches and seconds of each value of a key, the longest first."""
+        found: dict[Any, list[float]] = collections.defaultdict(lambda: [0, 0.0])
+        for kernel in self.kernels:
+            entry = found[key(kernel)]
+            entry[0] += 1
+            entry[1] += kernel.seconds
+        return {k: (int(n), s) for k, (n, s) in sorted(found.items(), key=lambda item: -item[1][1])}
+
+
+def part_of(op_name: str) -> str:
+    """The part of the model in an operation's path: ``jit(update)/transpose(jvp(moe))/..`` is "moe backward"."""
+    part = OTHER
+    for piece in op_name.split("/"):
+        words = re.findall(r"[a-z_]+", piece)
+        part = next((word for word in reversed(words) if word in PARTS), part)
+    if part in ("optimizer", "pack", OTHER):
+        return part
+    return part + (" backward" if "transpose(" in op_name else "")
+
+
+def op_names(compiled_text: str) -> dict[str, str]:
+    """The path of each instruction of a compiled program, by the instruction's name."""
+    return dict(re.findall(r'%?([\w.\-]+) = [^\n]*?metadata=\{[^}]*?op_name="([^"]*)"', compiled_text))
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without template arguments, parameters and return type."""
+    name = re.sub(r"<.*|\(.*", "", name.removeprefix("void "))
+    return re.sub(r"_\d+$", "", name.split("::")[-1])
+
+
+def record(run: Callable[[], Any], programs: Iterable[Any] = ()) -> Trace:
+    """Runs something under the profiler.
+
+    Args:
+      run: returns when the device is done.
+      programs: compiled programs that it runs (`jit(f).lower(..).compile()`), whose instructions tell the kernels' parts.
+    """
+    paths: dict[str, str] = {}
+    for program in programs:
+        paths |= op_names(program.as_text())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return from_planes(jax.profiler.ProfileData.from_file(str(file)).planes, paths)
+
+
+def from_planes(planes: Iterable[Any], paths: dict[str, str]) -> Trace:
+    """The kernels of a profile's planes.
+
+    Args:
+      planes: of `jax.profiler.ProfileData`; only the streams of GPUs count.
+      paths: path of each instruction by name.
+    """
+    kernels = []
+    for plane in planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                stats = dict(event.stats)
+                path = str(stats.get("tf_op") or stats.get("name") or "")
+                path = path if "/" in path else paths.get(str(stats.get("hlo_op", "")), "")
+                kernels.append(Kernel(short_name(event.name), part_of(path), event.start_ns / 1e9, event.duration_ns / 1e9))
+    kernels.sort(key=lambda k: k.start)
+    first = kernels[0].start if kernels else 0.0
+    return Trace(tuple(dataclasses.replace(k, start=k.start - first) for k in kernels))
