@@ -36,7 +36,8 @@ class Tiles:
       dk_block: keys of a dk/dv program.
       dk_tile: query tokens per step of a dk/dv program. Sequences start at multiples of it.
       dk_warps: warps of a dk/dv program.
-      num_stages: depth of both pipelines.
+      dq_stages: depth of a dq program's pipeline.
+      dk_stages: depth of a dk/dv program's pipeline.
     """
 
     dq_rows: int
@@ -45,13 +46,14 @@ class Tiles:
     dk_block: int
     dk_tile: int
     dk_warps: int
-    num_stages: int
+    dq_stages: int = 2
+    dk_stages: int = 2
 
 
 # One warp group per 64 rows, two programs on a multiprocessor: one multiplies while the other one computes exponentials.
-BFLOAT16 = Tiles(dq_rows=64, dq_block=64, dq_warps=4, dk_block=64, dk_tile=64, dk_warps=4, num_stages=2)
+BFLOAT16 = Tiles(dq_rows=64, dq_block=64, dq_warps=4, dk_block=64, dk_tile=64, dk_warps=4)
 # Without tensor cores a product is unrolled into multiply-adds: small tiles.
-FLOAT32 = Tiles(dq_rows=32, dq_block=32, dq_warps=4, dk_block=32, dk_tile=32, dk_warps=4, num_stages=1)
+FLOAT32 = Tiles(dq_rows=32, dq_block=16, dq_warps=4, dk_block=16, dk_tile=16, dk_warps=4)
 
 
 @triton.jit
@@ -157,16 +159,16 @@ def _dk_step(
     dtype: tl.constexpr = queries.dtype.element_ty
     token = tile * TILE + tl.arange(0, TILE)
     inside = token < length
-    place = tl.expand_dims(token * HEADS + head, 1) * WIDTH + tl.expand_dims(tl.arange(0, WIDTH), 0)
-    q_tile = _load(queries + place, tl.expand_dims(inside, 1))
-    g_tile = _load(gradients + place, tl.expand_dims(inside, 1))
-    # Rows behind the end weigh nothing: exp2(-inf).
+    # Behind the end stands the last row again, which weighs nothing: exp2(-inf). A mask would cost registers in the loop.
+    known = tl.minimum(token, length - 1)
+    place = tl.expand_dims(known * HEADS, 1) * WIDTH + tl.expand_dims(tl.arange(0, WIDTH), 0)
+    q_tile, g_tile = _load(queries + head * WIDTH + place, None), _load(gradients + head * WIDTH + place, None)
     lse_row = tl.expand_dims(tl.load(lse + head * length + token, mask=inside, other=float("inf")), 0)
-    delta_row = tl.expand_dims(tl.load(delta + head * length + token, mask=inside, other=0.0), 0)
+    delta_row = tl.expand_dims(tl.load(delta + head * length + known), 0)
     zero = tl.zeros((k_block.shape[0], TILE), tl.float32)
     weight = tl.exp2(tl.fma(_dot(k_block, tl.trans(q_tile), zero), SCALE, -lse_row))
     if MASKED:
-        start = token - tl.load(positions + token, mask=inside, other=0)
+        start = token - tl.load(positions + known)
         seen = (tl.expand_dims(slot, 1) <= tl.expand_dims(token, 0)) & (tl.expand_dims(slot, 1) >= tl.expand_dims(start, 0))
         weight = tl.where(seen, weight, 0.0)
     dv_total = _dot(_operand(weight, dtype), g_tile, dv_total)
@@ -250,10 +252,9 @@ def dq_launch(q_shape, num_kv_heads: int, dtype, tiles: Tiles | None = None) -> 
         _dq_kernel,
         gpu.outputs((q_shape, dtype)),
         grid=(batch * num_kv_heads, triton.cdiv(length, tokens)),
-        constants=_shape_constants(q_shape, num_kv_heads)
-        | dict(GROUP_SIZE=group_size, TOKENS=tokens, BLOCK=tiles.dq_block),
+        constants=_shape_constants(q_shape, num_kv_heads) | dict(GROUP_SIZE=group_size, TOKENS=tokens, BLOCK=tiles.dq_block),
         num_warps=tiles.dq_warps,
-        num_stages=tiles.num_stages,
+        num_stages=tiles.dq_stages,
     )
 
 
@@ -268,7 +269,7 @@ def dk_launch(q_shape, num_kv_heads: int, dtype, tiles: Tiles | None = None) -> 
         grid=(batch * num_kv_heads, triton.cdiv(length, tiles.dk_block)),
         constants=_shape_constants(q_shape, num_kv_heads) | dict(BLOCK=tiles.dk_block, TILE=tiles.dk_tile),
         num_warps=tiles.dk_warps,
-        num_stages=tiles.num_stages,
+        num_stages=tiles.dk_stages,
     )
 
 
@@ -324,4 +325,3 @@ def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, 
     bounds = walks(positions_BT, block=tiles.dk_block, tile=tiles.dk_tile)
     dk_BTNK, dv_BTNK = gpu.run(dk_launch(shape, num_kv_heads, q_BTHK.dtype, tiles), *inputs, *bounds, length)
     return dq_BTHK, dk_BTNK, dv_BTNK
-
