@@ -21,7 +21,7 @@ from pallas_kernels import dispatch
 __all__ = ["attention", "key_block", "paged_attention"]
 
 # What the kernels are written for.
-_KERNEL_HEAD_DIMS = (64, 128)
+_KERNEL_HEAD_DIMS = (16, 32, 64, 128)
 _KERNEL_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -49,7 +49,7 @@ def _check(op: str, implementation: str, q, k, v) -> None:
     if implementation != "reference" and (q.shape[3] not in _KERNEL_HEAD_DIMS or q.dtype not in _KERNEL_DTYPES):
         raise NotImplementedError(
             f"{op}: no {implementation} kernel for q of shape {q.shape} in {q.dtype} on {jax.default_backend()}: head dimensions "
-            f"are {' and '.join(map(str, _KERNEL_HEAD_DIMS))}, types bfloat16 and float32; choose implementation='reference'"
+            f"are {', '.join(map(str, _KERNEL_HEAD_DIMS))}, types bfloat16 and float32; choose implementation='reference'"
         )
 
 
@@ -72,7 +72,7 @@ def attention(
       k: [B, T, N, K] in the type of `q`.
       v: [B, T, N, K] in the type of `q`.
       positions: [B, T] int32, each in 0..t.
-      implementation: see `pallas_kernels.dispatch.resolve`. The kernels have head dimensions 64 and 128.
+      implementation: see `pallas_kernels.dispatch.resolve`. The kernels have head dimensions 16 to 128, powers of two.
 
     Returns:
       [B, T, H, K] in the type of `q`. A token's bits depend on its own sequence alone, and are those of `paged_attention`.
@@ -124,7 +124,7 @@ def paged_attention(
       v_pages: [P, S, N, K] in the type of `q`.
       tables: [B, J] int32, page numbers. Sequences may share pages.
       positions: [B, T] int32, each in 0..J*S-1.
-      implementation: see `pallas_kernels.dispatch.resolve`. The kernels have head dimensions 64 and 128.
+      implementation: see `pallas_kernels.dispatch.resolve`. The kernels have head dimensions 16 to 128, powers of two.
 
     Returns:
       [B, T, H, K] in the type of `q`.
