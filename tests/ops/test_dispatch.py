@@ -9,8 +9,9 @@ from pallas_kernels.attention import attention
 from pallas_kernels.combine import combine
 from pallas_kernels.embedding import embed
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
-from pallas_kernels.log_prob import Truncation, token_log_prob
+from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits, sample_tokens, token_log_prob
 from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
+from pallas_kernels.qk_norm_rotary import qk_norm_rotary
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rotary import rotary
 from pallas_kernels.router import router
@@ -29,12 +30,22 @@ _CALLS = {
     "grouped_matmul_wgrad": lambda name: grouped_matmul_wgrad(_A, jnp.ones((2, 2)), _SIZES, implementation=name),
     "rms_norm": lambda name: rms_norm(_A, jnp.ones(16), eps=1e-6, implementation=name),
     "rotary": lambda name: rotary(_HEADS[0], jnp.ones((2, 2)), jnp.ones((2, 2)), implementation=name),
+    "qk_norm_rotary": lambda name: qk_norm_rotary(
+        jnp.ones((2, 3, 4)), *jnp.ones((2, 4)), *jnp.ones((2, 2, 2)), num_heads=1, num_kv_heads=1, eps=1e-6, implementation=name
+    ),
     "silu_mul": lambda name: silu_mul(_A, implementation=name),
     "combine": lambda name: combine(_A[None], jnp.ones((1, 2)), implementation=name),
     "undispatch": lambda name: undispatch(_A, jnp.zeros((1, 2), jnp.int32), implementation=name),
     "embed": lambda name: embed(jnp.zeros(2, jnp.int32), _A, implementation=name),
     "router": lambda name: router(_A, _A, top_k=1, normalize=True, implementation=name),
     "attention": lambda name: attention(_HEADS, _HEADS, _HEADS, jnp.zeros((1, 2), jnp.int32), implementation=name),
+    "kept_tokens": lambda name: kept_tokens(_A, Truncation(), implementation=name),
+    "log_prob_of_logits": lambda name: log_prob_of_logits(
+        _A, jnp.zeros(2, jnp.int32), Truncation(), None, implementation=name
+    ),
+    "sample_tokens": lambda name: sample_tokens(
+        _A, jax.random.split(jax.random.key(0)), Truncation(), None, implementation=name
+    ),
     "token_log_prob": lambda name: token_log_prob(_A, _A, jnp.zeros(2, jnp.int32), Truncation(), implementation=name),
 }
 
