@@ -5,6 +5,9 @@ vocabulary.
 cut to the top k, then to the top p, renormalised over what is kept. Temperature 0 means greedy decoding, whose log-probs are
 those of the untruncated distribution at temperature 1. The learner computes the same thing from the same logits, so it keeps
 the same tokens.
+
+The reference sorts. The GPU kernels find the same beginning of the same order by counting; `triton_sampling` says how, and at
+which rounding boundary of top-p the two may differ by a token. What each holds in memory is said in its module.
 """
 
 import dataclasses
@@ -14,7 +17,6 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch, operands
-from pallas_kernels.log_prob import reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +51,23 @@ class Truncation:
         return self.greedy or ((self.top_k <= 0 or self.top_k >= vocab_size) and self.top_p == 1.0)
 
 
-def kept_tokens(logits: Float[Array, "M V"], truncation: Truncation) -> Bool[Array, "M V"] | None:
-    """Which tokens top-k and top-p keep; None where they keep all."""
+def kept_tokens(
+    logits: Float[Array, "M V"], truncation: Truncation, *, implementation: str | None = None
+) -> Bool[Array, "M V"] | None:
+    """Which tokens top-k and top-p keep; None where they keep all. See `pallas_kernels.dispatch.resolve`."""
+    chosen = dispatch.resolve("kept_tokens", implementation)
     if truncation.keeps_all(logits.shape[-1]):
         return None
-    return reference.kept_tokens(logits, truncation)
+    return dispatch.module(__package__, chosen).kept_tokens(logits, truncation)
 
 
 def log_prob_of_logits(
-    logits: Float[Array, "M V"], tokens: Int[Array, "M"], truncation: Truncation, kept: Bool[Array, "M V"] | None
+    logits: Float[Array, "M V"],
+    tokens: Int[Array, "M"],
+    truncation: Truncation,
+    kept: Bool[Array, "M V"] | None,
+    *,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "M"], Float[Array, "M"]]:
     """Log-prob of each row's token and the entropy of each row's distribution, in nats, float32.
 
@@ -66,11 +76,20 @@ def log_prob_of_logits(
       tokens: [M] int32. A token that truncation drops has log-prob -inf.
       truncation: see the module's convention.
       kept: what `kept_tokens` gave for the same logits.
+      implementation: see `pallas_kernels.dispatch.resolve`.
     """
-    return reference.log_prob_of_logits(logits, tokens, truncation, kept)
+    module = dispatch.module(__package__, dispatch.resolve("log_prob_of_logits", implementation))
+    return module.log_prob_of_logits(logits, tokens, truncation, kept)
 
 
-def sample_tokens(logits: Float[Array, "M V"], keys, truncation: Truncation, kept: Bool[Array, "M V"] | None) -> Int[Array, "M"]:
+def sample_tokens(
+    logits: Float[Array, "M V"],
+    keys,
+    truncation: Truncation,
+    kept: Bool[Array, "M V"] | None,
+    *,
+    implementation: str | None = None,
+) -> Int[Array, "M"]:
     """Draws one token per row by the Gumbel-max trick in float32, from the row's own key; greedy: the largest logit, ties to
     the lower index.
 
@@ -79,8 +98,10 @@ def sample_tokens(logits: Float[Array, "M V"], keys, truncation: Truncation, kep
       keys: [M] typed PRNG keys (`jax.random.key`), one per row: a row's token does not depend on its neighbours.
       truncation: see the module's convention.
       kept: what `kept_tokens` gave for the same logits.
+      implementation: see `pallas_kernels.dispatch.resolve`.
     """
-    return reference.sample_tokens(logits, keys, truncation, kept)
+    module = dispatch.module(__package__, dispatch.resolve("sample_tokens", implementation))
+    return module.sample_tokens(logits, keys, truncation, kept)
 
 
 def token_log_prob(
@@ -92,7 +113,7 @@ def token_log_prob(
     head_master: Float[Array, "V D"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "M"], Float[Array, "M"]]:
-    """Log-prob of each row's token from its hidden state, and the entropy; [M, V] is never held, only a chunk of rows.
+    """Log-prob of each row's token from its hidden state, and the entropy; [M, V] is never held, only a part of it.
 
     Args:
       hidden: [M, D] bfloat16 or float32, after the final norm.
@@ -106,24 +127,26 @@ def token_log_prob(
       Log-probs [M] and entropies [M], float32 nats, both differentiable (the kept set is held fixed).
     """
     operands.check_contraction("token_log_prob", hidden, head)
-    dispatch.resolve("token_log_prob", implementation, ("reference",))
-    return _token_log_prob(truncation, hidden, head, head_master, tokens)
+    chosen = dispatch.resolve("token_log_prob", implementation)
+    return _token_log_prob(chosen, truncation, hidden, head, head_master, tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_log_prob(truncation, hidden_MD, head, head_master, tokens_M):
-    del head_master  # only its gradient is wanted
-    return reference.token_log_prob(hidden_MD, head, tokens_M, truncation)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _token_log_prob(implementation, truncation, hidden_MD, head, head_master, tokens_M):
+    return _forward(implementation, truncation, hidden_MD, head, head_master, tokens_M)[0]
 
 
-def _forward(truncation, hidden_MD, head, head_master, tokens_M):
-    result = _token_log_prob(truncation, hidden_MD, head, head_master, tokens_M)
-    return result, (hidden_MD, head, head_master is not None, tokens_M)
+def _forward(implementation, truncation, hidden_MD, head, head_master, tokens_M):
+    wants_head = head_master is not None  # only its gradient is wanted
+    result, saved = dispatch.module(__package__, implementation).token_log_prob(hidden_MD, head, tokens_M, truncation)
+    return result, (hidden_MD, head, wants_head, tokens_M, saved)
 
 
-def _backward(truncation, residuals, gradients):
-    hidden_MD, head, wants_head, tokens_M = residuals
-    dhidden_MD, dhead_VD = reference.token_log_prob_gradients(hidden_MD, head, tokens_M, truncation, *gradients)
+def _backward(implementation, truncation, residuals, gradients):
+    hidden_MD, head, wants_head, tokens_M, saved = residuals
+    dhidden_MD, dhead_VD = dispatch.module(__package__, implementation).token_log_prob_gradients(
+        hidden_MD, head, tokens_M, truncation, saved, *gradients, wants_head=wants_head
+    )
     return dhidden_MD.astype(hidden_MD.dtype), None, dhead_VD if wants_head else None, None
 
 

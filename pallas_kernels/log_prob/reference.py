@@ -86,11 +86,12 @@ def _chunks(rows):
 
 
 def token_log_prob(hidden_MD, head, tokens_M, truncation):
+    """Log-probs and entropies; and what the backward wants of the forward: nothing."""
     if hidden_MD.shape[0] <= ROW_CHUNK:
-        return _chunk_log_prob(hidden_MD, head, tokens_M, truncation)
+        return _chunk_log_prob(hidden_MD, head, tokens_M, truncation), ()
     chunks, restore = _chunks((hidden_MD, tokens_M))
     log_prob, entropy = lax.map(lambda chunk: _chunk_log_prob(chunk[0], head, chunk[1], truncation), chunks)
-    return restore(log_prob), restore(entropy)
+    return (restore(log_prob), restore(entropy)), ()
 
 
 def _chunk_log_prob(hidden_CD, head, tokens_C, truncation):
@@ -100,8 +101,9 @@ def _chunk_log_prob(hidden_CD, head, tokens_C, truncation):
     return log_prob_of_logits(logits_CV, tokens_C, truncation, kept_CV)
 
 
-def token_log_prob_gradients(hidden_MD, head, tokens_M, truncation, dlog_prob_M, dentropy_M):
-    """Gradients of `hidden` and of `head` (float32), chunk by chunk."""
+def token_log_prob_gradients(hidden_MD, head, tokens_M, truncation, saved, dlog_prob_M, dentropy_M, *, wants_head):
+    """Gradients of `hidden` and of `head` (float32), chunk by chunk; that of the head is always made."""
+    del saved, wants_head
     head_VD = operands.dequantized(head)
     temperature = 1.0 if truncation.greedy else truncation.temperature
 
