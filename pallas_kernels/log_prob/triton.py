@@ -2,9 +2,9 @@
 
 **Forward.** Logits are those of `matmul`, in float32. One program reads one chunk of a row's vocabulary and leaves its maximum,
 the sum of exp(logit - maximum) and the same sum weighted with (logit - maximum); a second kernel, one program a row, puts the
-chunks of the row together in one order. The chunks depend on V alone, so a row has the same bits in whatever batch; a single row still
-keeps many processors busy. The sampler (a few rows) and the learner (many) run these same kernels. Sums are of exponentials that
-are right to about 2^-22 + 2^-24 |logit - maximum|; the logarithm, the maximum and the token's logit are joined in float32.
+chunks of the row together in one order. The chunks depend on V alone, so a row has the same bits in whatever batch; a single row
+still keeps many processors busy. The sampler (a few rows) and the learner (many) run these same kernels. Sums are of exponentials
+that are right to about 2^-22 + 2^-23 |logit - maximum|; the logarithm, the maximum and the token's logit are joined in float32.
 
 **Backward.** The row's maximum, the logarithm of its sum, its entropy and its cut (`triton_sampling`) are kept from the forward;
 logits are computed again, a slice of the vocabulary at a time for all rows. Then a slice's gradient of the head is final when it
