@@ -40,12 +40,8 @@ _CALLS = {
     "router": lambda name: router(_A, _A, top_k=1, normalize=True, implementation=name),
     "attention": lambda name: attention(_HEADS, _HEADS, _HEADS, jnp.zeros((1, 2), jnp.int32), implementation=name),
     "kept_tokens": lambda name: kept_tokens(_A, Truncation(), implementation=name),
-    "log_prob_of_logits": lambda name: log_prob_of_logits(
-        _A, jnp.zeros(2, jnp.int32), Truncation(), None, implementation=name
-    ),
-    "sample_tokens": lambda name: sample_tokens(
-        _A, jax.random.split(jax.random.key(0)), Truncation(), None, implementation=name
-    ),
+    "log_prob_of_logits": lambda name: log_prob_of_logits(_A, jnp.zeros(2, jnp.int32), Truncation(), None, implementation=name),
+    "sample_tokens": lambda name: sample_tokens(_A, jax.random.split(jax.random.key(0)), Truncation(), None, implementation=name),
     "token_log_prob": lambda name: token_log_prob(_A, _A, jnp.zeros(2, jnp.int32), Truncation(), implementation=name),
 }
 
