@@ -42,6 +42,29 @@ class Launch:
     zeroed: tuple[int, ...] = ()
 
 
+# What a program can have of shared memory, on every GPU from Hopper on, and how many of a thread's 255 registers a sum may take.
+_SHARED_BYTES, _SUM_REGISTERS = 227 * 1024, 128
+
+
+def check_tile(kernel: str, tile: Mapping[str, Any], *, sums: int, shared_bytes: int) -> None:
+    """Refuses a tile that does not fit before a compiler spends its time on it.
+
+    Args:
+      kernel: its name, for the message.
+      tile: its parameters, with "num_warps".
+      sums: float32 numbers that a program keeps.
+      shared_bytes: of the tiles that it holds at once.
+
+    Raises:
+      ValueError: more shared memory than there is, or registers would spill.
+    """
+    if shared_bytes > _SHARED_BYTES:
+        raise ValueError(f"{kernel}: {dict(tile)} takes {shared_bytes} bytes of shared memory; there are {_SHARED_BYTES}")
+    each = sums // (32 * tile["num_warps"])
+    if each > _SUM_REGISTERS:
+        raise ValueError(f"{kernel}: {dict(tile)} takes {each} registers a thread for its sum; more than {_SUM_REGISTERS} spill")
+
+
 def _check_versions() -> None:
     for name, wanted in (("jax-triton", _JAX_TRITON), ("triton", _TRITON)):
         try:

@@ -23,14 +23,13 @@ from pallas_kernels.nvfp4 import Nvfp4Array
 from pallas_kernels.nvfp4 import triton as nvfp4_triton
 from pallas_kernels.nvfp4.expanded import ExpandedArray
 
-BLOCK_K_BYTES = 128  # contracted bytes per step: 128 E4M3 numbers, 64 bfloat16
-
 
 @triton.jit
 def group_tiles_kernel(
-    sizes_ptr, group_ptr, first_ptr, end_ptr, E: tl.constexpr, E2: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr
+    sizes_ptr, m, group_ptr, first_ptr, end_ptr, E: tl.constexpr, E2: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr
 ):
-    """For each tile of ROWS rows: its group, its first row, and where its group ends. Tiles beyond the last have end 0."""
+    """For each tile of ROWS rows: its group, its first row, and where its group ends. Rows behind the last group are group -1;
+    tiles beyond the last of those begin where they end."""
     e = tl.arange(0, E2)
     sizes = tl.load(sizes_ptr + e, mask=e < E, other=0)
     row_ends = tl.cumsum(sizes, 0)
@@ -42,9 +41,11 @@ def group_tiles_kernel(
     end = tl.sum(tl.where(mine, row_ends[None, :], 0), axis=1)
     first = tl.sum(tl.where(mine, (row_ends - sizes - (tile_ends - tiles) * ROWS)[None, :], 0), axis=1) + tile * ROWS
     inside = tile < TILES
-    tl.store(group_ptr + tile, tl.minimum(group, E - 1), mask=inside)
+    is_behind = group >= E2
+    first = tl.where(is_behind, tl.sum(sizes) + (tile - tl.sum(tiles)) * ROWS, first)
+    tl.store(group_ptr + tile, tl.where(is_behind, -1, group), mask=inside)
     tl.store(first_ptr + tile, first, mask=inside)
-    tl.store(end_ptr + tile, end, mask=inside)
+    tl.store(end_ptr + tile, tl.where(is_behind, m, end), mask=inside)
 
 
 @triton.jit
@@ -76,16 +77,27 @@ def multiply_kernel(
         group = tl.zeros((), tl.int64)
         first = tile * BLOCK_M
         end = m
-    if first >= end:
+    if (first >= end) | (group < -1):  # no group is below -1: said so that all three are loaded at once
         return
     rows = first + tl.arange(0, BLOCK_M)
     columns = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GROUPED:
+        if group < 0:  # rows behind the last group
+            out_ptrs = out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :]
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), out_ptr.dtype.element_ty)
+            tl.store(out_ptrs, zeros, mask=(rows < end)[:, None] & (columns < N)[None, :])
+            return
     # Rows and columns outside read a neighbour's numbers and are not stored: loads without a mask stay wide.
     a_rows = tl.minimum(rows, end - 1)
     if GATHERED:
         a_rows = tl.load(row_ptr + a_rows)
     a_rows = a_rows.to(tl.int64)
     safe_columns = columns if N % BLOCK_N == 0 else tl.minimum(columns, N - 1)
+    # Asked for here, since nothing would hide the wait behind the loop.
+    if A_OUTER:
+        a_outer = tl.load(a_outer_ptr + a_rows)
+    if B_OUTER:
+        b_outer = tl.load(b_outer_ptr + group)
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + a_rows[:, None] * K + k[None, :]
     b_ptrs = b_ptr + group * N * K + safe_columns[None, :] * B_STRIDE_N + k[:, None] * B_STRIDE_K
@@ -101,9 +113,9 @@ def multiply_kernel(
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K * B_STRIDE_K
     if A_OUTER:
-        total = total * tl.load(a_outer_ptr + a_rows)[:, None]
+        total = total * a_outer[:, None]
     if B_OUTER:
-        total = total * tl.load(b_outer_ptr + group)
+        total = total * b_outer
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (columns < N)[None, :])
 
@@ -149,9 +161,9 @@ def multiply_transposed_kernel(
 
 _FORWARD = {
     # By the bytes of a number. Stages are what fits 228 KiB of shared memory.
-    1: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=4),
-    2: dict(BLOCK_M=128, BLOCK_N=256, GROUP_M=8, num_warps=8, num_stages=4),
-    4: dict(BLOCK_M=64, BLOCK_N=64, GROUP_M=8, num_warps=4, num_stages=3),
+    1: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP_M=8, num_warps=8, num_stages=4),
+    2: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=4),
+    4: dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=3),
 }
 _TRANSPOSED = {
     2: dict(BLOCK_N=128, BLOCK_K=256, BLOCK_M=64, num_warps=8, num_stages=3),
@@ -163,11 +175,13 @@ def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int
                     transposed: bool = False, a_outer: bool, b_outer: bool) -> gpu.Launch:  # fmt: skip
     """Inputs: a [any, k], b [num_groups, n, k] (`transposed`: [num_groups, k, n]), outer scales of a and b, which row of a each
     of the m rows is (any array where not `gathered`), the three arrays of `group_tiles_launch` (any where not `grouped`), m.
-    Output: [m, n]."""
+    Output: [m, n]. Raises ValueError where the tuning table has a tile that does not fit."""
     itemsize = jnp.dtype(dtype).itemsize
     op = f"multiply{'_transposed' if transposed else ''}_{jnp.dtype(dtype).name}"
     config = tuning.config(op, rows=m // num_groups, features=n, depth=k, default=_FORWARD[itemsize])
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    shared = (block_m + block_n) * config["BLOCK_K"] * config["num_stages"] * itemsize
+    gpu.check_tile(op, config, sums=block_m * block_n, shared_bytes=shared)
     constants = dict(
         N=n,
         K=k,
@@ -179,24 +193,24 @@ def multiply_launch(m: int, n: int, k: int, dtype, out_dtype, *, num_groups: int
         B_OUTER=b_outer,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=BLOCK_K_BYTES // itemsize,
+        BLOCK_K=config["BLOCK_K"],
         GROUP_M=config["GROUP_M"],
     )
     tiles = num_tiles(m, num_groups, block_m) if grouped else triton.cdiv(m, block_m)
     grid = (tiles * triton.cdiv(n, block_n),)
     return gpu.Launch(
-        multiply_kernel, gpu.outputs(((m, n), out_dtype)), grid, constants, config["num_warps"], config["num_stages"],
-        zeroed=(0,) if grouped else (),  # rows behind the last group
-    )  # fmt: skip
+        multiply_kernel, gpu.outputs(((m, n), out_dtype)), grid, constants, config["num_warps"], config["num_stages"]
+    )
 
 
 def num_tiles(m: int, num_groups: int, block_m: int) -> int:
-    """How many tiles of block_m rows any division of m rows into groups can need."""
-    return m // block_m + min(num_groups, m)
+    """How many tiles of block_m rows any division of m rows into groups, and rows behind them, can need."""
+    return m // block_m + min(num_groups + 1, m)
 
 
 def group_tiles_launch(m: int, num_groups: int, block_m: int) -> gpu.Launch:
-    """Input: group sizes int32 [num_groups]. Outputs, for each tile: group, first row, end of the group's rows."""
+    """Inputs: group sizes int32 [num_groups], m. Outputs, for each tile: group (-1 for rows behind the last one), first row, end
+    of the group's rows."""
     tiles = num_tiles(m, num_groups, block_m)
     constants = dict(E=num_groups, E2=triton.next_power_of_2(num_groups), ROWS=block_m, TILES=tiles)
     out_shape = gpu.outputs(*[((tiles,), jnp.int32)] * 3)
@@ -208,6 +222,8 @@ def multiply_transposed_launch(m: int, n: int, k: int, dtype, *, num_groups: int
     itemsize = jnp.dtype(dtype).itemsize
     op = f"multiply_rows_{jnp.dtype(dtype).name}"
     config = tuning.config(op, rows=m // num_groups, features=n, depth=k, default=_TRANSPOSED[itemsize])
+    shared = (config["BLOCK_N"] + config["BLOCK_K"]) * config["BLOCK_M"] * config["num_stages"] * itemsize
+    gpu.check_tile(op, config, sums=config["BLOCK_N"] * config["BLOCK_K"], shared_bytes=shared)
     constants = dict(E=num_groups, N=n, K=k, BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], BLOCK_M=config["BLOCK_M"])
     grid = (num_groups * triton.cdiv(n, config["BLOCK_N"]) * triton.cdiv(k, config["BLOCK_K"]),)
     return gpu.Launch(
@@ -249,7 +265,7 @@ def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, rows=None, tran
     unused = jnp.zeros((1,), jnp.int32)
     tiles = (unused,) * 3
     if grouped:
-        tiles = gpu.run(group_tiles_launch(m, num_groups, launch.constants["BLOCK_M"]), group_sizes.astype(jnp.int32))
+        tiles = gpu.run(group_tiles_launch(m, num_groups, launch.constants["BLOCK_M"]), group_sizes.astype(jnp.int32), m)
     outer = [jnp.zeros((1,), jnp.float32) if each is None else each.reshape(-1) for each in (a_outer, b_outer)]
     rows = unused if rows is None else rows.astype(jnp.int32)
     return gpu.run(launch, a, b, *outer, rows, *tiles, m)[0]

@@ -88,9 +88,12 @@ def test_bits_do_not_depend_on_the_tile(kind):
     x, w = _operands(kind, 257, 384, 768)
     op = "multiply_float8_e4m3fn" if kind == "fp8" else "multiply_bfloat16"
     first = matmul(x, w, out_dtype=jnp.float32)
-    for block_m, block_n, warps in ((64, 64, 4), (64, 256, 4), (128, 128, 8), (128, 128, 4), (128, 64, 4)):
-        with tuning.override(op, dict(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=3)):
-            _same(matmul(x, w, out_dtype=jnp.float32), first)
+    for block_m, block_n, block_k, warps in (
+        (64, 64, 64, 4), (64, 256, 64, 4), (128, 128, 64, 8), (128, 128, 128, 4), (128, 64, 32, 4), (256, 128, 64, 8),
+    ):  # fmt: skip
+        tile = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=2)
+        with tuning.override(op, tile):
+            _same(matmul(x, w, out_dtype=jnp.float32, implementation="triton"), first)
 
 
 def test_packed_and_expanded_operands_give_the_same_bits():

@@ -31,7 +31,7 @@ def _interpreted():
     def expected(a, a_outer, b, b_outer, sizes):
         return [np.asarray(reference._multiply_tiles(*map(jnp.asarray, (a, a_outer, b, b_outer, sizes)), jnp.float32))]
 
-    tiles = gpu.interpret(triton.group_tiles_launch(m, e, launch(e).constants["BLOCK_M"]), np.asarray(sizes))
+    tiles = gpu.interpret(triton.group_tiles_launch(m, e, launch(e).constants["BLOCK_M"]), np.asarray(sizes), m)
     inputs = a, b[:1], a_outer, b_outer[:1], none, none, none, none, m
     yield "dense", launch(1, grouped=False), inputs, expected(a, a_outer, b[:1], b_outer[:1], [m])
     grouped = expected(a, a_outer, b, b_outer, sizes)
