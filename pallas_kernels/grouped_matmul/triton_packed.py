@@ -149,10 +149,11 @@ def expand_bf16(words, scale_bytes, ROWS: tl.constexpr, DEPTH: tl.constexpr, PLA
 @triton.jit
 def multiply(
     sum, w, w_scale, w_rows, x, x_scale, x_rows, x_inside, k,
-    K: tl.constexpr, INNER: tl.constexpr, PLAIN: tl.constexpr,
+    K: tl.constexpr, INNER: tl.constexpr, PLAIN: tl.constexpr, SWAPPED: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The replaceable inner product: sum [BLOCK_FEATURES, BLOCK_TOKENS] plus that of the numbers k .. k + BLOCK_K of each row.
+    """The replaceable inner product: sum [BLOCK_FEATURES, BLOCK_TOKENS] (SWAPPED: [BLOCK_TOKENS, BLOCK_FEATURES]) plus that of
+    the numbers k .. k + BLOCK_K of each row.
 
     w_rows, x_rows: int64 indices of the rows. x_inside: which rows of x are wanted; the others may be anything. K is filled up
     with zeros to a multiple of BLOCK_K.
@@ -194,20 +195,27 @@ def multiply(
             x_values = tl.load(x_pointers, mask=(in_row < K)[:, None] & x_inside[None, :], other=0.0)
         if INNER == "fp8":
             w_values = expand_fp8(words, scales, BLOCK_FEATURES, BLOCK_K, PLAIN)
-            sum = tl.dot(w_values, x_values, sum)
         else:
             w_values = expand_bf16(words, scales, BLOCK_FEATURES, BLOCK_K, PLAIN)
             if PLAIN:  # the interpreter cannot multiply bfloat16
                 x_values = x_values.to(tl.float32)
+        if SWAPPED:
+            sum = tl.dot(tl.trans(x_values), tl.trans(w_values), sum, input_precision="ieee")
+        else:
             sum = tl.dot(w_values, x_values, sum, input_precision="ieee")
     return sum
+
+
+@triton.jit
+def _add_three(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
 
 
 @triton.jit
 def packed_kernel(
     x, x_scale, x_outer, w, w_scale, w_outer, group_sizes, num_rows, out,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
-    INNER: tl.constexpr, PLAIN: tl.constexpr,
+    INNER: tl.constexpr, PLAIN: tl.constexpr, SWAPPED: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     # Tiles are counted through the groups, and on through the rows behind the last one. Each program finds its own again.
@@ -215,9 +223,9 @@ def packed_kernel(
     groups = tl.arange(0, E_PADDED)
     sizes = tl.load(group_sizes + groups, mask=groups < E, other=0)
     tiles = (sizes + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    group = tl.sum((tl.cumsum(tiles) <= tile).to(tl.int32))  # E_PADDED behind the last group
-    rows_before = tl.sum(tl.where(groups < group, sizes, 0))
-    tiles_before = tl.sum(tl.where(groups < group, tiles, 0))
+    is_before = (tl.cumsum(tiles) <= tile).to(tl.int32)
+    # One reduction of three numbers: threads meet once. The group is E_PADDED behind the last one.
+    group, rows_before, tiles_before = tl.reduce((is_before, is_before * sizes, is_before * tiles), 0, _add_three)
     first = rows_before + (tile - tiles_before) * BLOCK_TOKENS
     is_behind = group >= E
     end = tl.where(is_behind, num_rows, rows_before + tl.load(group_sizes + group, mask=group < E, other=0))
@@ -236,13 +244,17 @@ def packed_kernel(
     x_rows = tl.minimum(rows, end - 1).to(tl.int64)
     x_inside = rows < end
     w_rows = group.to(tl.int64) * N + tl.minimum(features, N - 1)
-    sum = tl.zeros((BLOCK_FEATURES, BLOCK_TOKENS), tl.float32)
+    # Asked for here, since nothing would hide the wait behind the loop.
+    x_factor, w_factor = tl.load(x_outer + x_rows), tl.load(w_outer + group)
+    sum = tl.zeros((BLOCK_TOKENS, BLOCK_FEATURES) if SWAPPED else (BLOCK_FEATURES, BLOCK_TOKENS), tl.float32)
     for k in tl.range(0, K, BLOCK_K, loop_unroll_factor=UNROLL):
         sum = multiply(
             sum, w, w_scale, w_rows, x, x_scale, x_rows, x_inside, k,
-            K, INNER, PLAIN, BLOCK_FEATURES, BLOCK_TOKENS, BLOCK_K,
+            K, INNER, PLAIN, SWAPPED, BLOCK_FEATURES, BLOCK_TOKENS, BLOCK_K,
         )  # fmt: skip
-    result = sum * tl.load(x_outer + x_rows)[None, :] * tl.load(w_outer + group)
+    if SWAPPED:
+        sum = tl.trans(sum)
+    result = sum * x_factor[None, :] * w_factor
     tl.store(out_pointers, round_to(result, out.dtype.element_ty), mask=out_mask)
 
 
@@ -255,6 +267,8 @@ class Tiles:
       BLOCK_TOKENS: activation rows of a program, at least 16.
       BLOCK_K: numbers of a row per step; the instructions run along K in the same order for each.
       UNROLL: steps per trip of the loop.
+      SWAPPED: the tokens stand on the M side of the instruction, which wants 64 of them, and the weights on the N side, where 16
+        are enough: for so few weights that tiles of 64 leave processors idle. Not for "native".
       num_warps: a multiple of 4.
       num_stages: steps whose loads are under way at once.
     """
@@ -263,6 +277,7 @@ class Tiles:
     BLOCK_TOKENS: int = 16
     BLOCK_K: int = 128
     UNROLL: int = 2
+    SWAPPED: bool = False
     num_warps: int = 4
     num_stages: int = 3
 
@@ -308,6 +323,16 @@ def packed_launch(
         raise ValueError(f"K = {K} must be a multiple of 16, the length of a block")
     if inner == "native" and tiles.BLOCK_FEATURES != 128:
         raise ValueError(f"{tiles} must have a BLOCK_FEATURES of 128: the native instruction exists for no less")
+    if inner != "native":
+        if tiles.SWAPPED and tiles.BLOCK_TOKENS < 64:
+            raise ValueError(f"{tiles} must have 64 BLOCK_TOKENS to be SWAPPED: fewer are another instruction, with other bits")
+        if not tiles.SWAPPED and tiles.BLOCK_FEATURES < 64:
+            raise ValueError(f"{tiles} must have 64 BLOCK_FEATURES or be SWAPPED: fewer are another instruction, with other bits")
+        x_bytes = 1 if inner == "fp8" else 2
+        loaded = (tiles.BLOCK_FEATURES * 9 // 16 + tiles.BLOCK_TOKENS * x_bytes) * tiles.BLOCK_K * tiles.UNROLL * tiles.num_stages
+        expanded = tiles.SWAPPED * tiles.BLOCK_FEATURES * tiles.BLOCK_K * x_bytes
+        sums = tiles.BLOCK_FEATURES * tiles.BLOCK_TOKENS
+        gpu.check_tile("packed matmul", dataclasses.asdict(tiles), sums=sums, shared_bytes=loaded + expanded)
     # A group wastes less than one tile, and so do the rows behind the last one; no more than M of them have a row.
     num_tiles = M // tiles.BLOCK_TOKENS + min(E + 1, M)
     return gpu.Launch(
@@ -316,7 +341,7 @@ def packed_launch(
         grid=(triton.cdiv(N, tiles.BLOCK_FEATURES), num_tiles),
         constants=dict(
             N=N, K=K, E=E, E_PADDED=triton.next_power_of_2(E),
-            INNER=inner, PLAIN=plain,
+            INNER=inner, PLAIN=plain, SWAPPED=tiles.SWAPPED,
             BLOCK_FEATURES=tiles.BLOCK_FEATURES, BLOCK_TOKENS=tiles.BLOCK_TOKENS, BLOCK_K=tiles.BLOCK_K, UNROLL=tiles.UNROLL,
         ),
         num_warps=tiles.num_warps,

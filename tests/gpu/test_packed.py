@@ -108,6 +108,9 @@ def test_bits_do_not_depend_on_the_tiles(inner):
     ):  # fmt: skip
         tiles = Tiles(features, tokens, depth, unroll, num_warps=warps, num_stages=stages)
         _same(_packed(x, w, SIZES["hot"], inner, out_dtype=jnp.float32, tiles=tiles), first)
+    for features, depth, unroll, stages in ((16, 128, 2, 3), (32, 256, 1, 3), (64, 128, 1, 3)):
+        tiles = Tiles(features, 64, depth, unroll, SWAPPED=True, num_stages=stages)
+        _same(_packed(x, w, SIZES["hot"], inner, out_dtype=jnp.float32, tiles=tiles), first)
 
 
 @pytest.mark.parametrize("features, warps", [(64, 4), (128, 4), (128, 8)])

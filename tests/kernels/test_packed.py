@@ -134,6 +134,8 @@ def _interpreted():
     yield _every_scale_and_code()
     for name in SHAPES:
         yield _case("fp8", name, small)
+    swapped = Tiles(BLOCK_FEATURES=16, BLOCK_TOKENS=64, UNROLL=1, SWAPPED=True)
+    yield "fp8-swapped", *_case("fp8", "grouped", swapped)[1:]
     for name in ("grouped", "deep"):
         yield _case("bf16", name, Tiles(BLOCK_TOKENS=32, UNROLL=1))
     _model_the_native_instruction()
@@ -175,7 +177,11 @@ def _compiled():
         tiles = default_tiles(inner, M, N, E)
         assert isinstance(tiles, Tiles) and tiles.BLOCK_TOKENS == tokens
         launch = packed_launch(M, N, K, E, inner=inner)
-        yield f"{inner}-{capability}-{tokens}", capability, launch, (*x, array((M,), jnp.float32), *w, array((E,), jnp.int32), M)
+        inputs = *x, array((M,), jnp.float32), *w, array((E,), jnp.int32), M
+        yield f"{inner}-{capability}-{tokens}", capability, launch, inputs
+        if inner == "fp8" and tokens == 64:
+            swapped = Tiles(BLOCK_FEATURES=32, BLOCK_TOKENS=64, BLOCK_K=256, UNROLL=1, SWAPPED=True)
+            yield "fp8-90-swapped", capability, packed_launch(M, N, K, E, inner=inner, tiles=swapped), inputs
 
 
 def _tool(cubin: bytes, name: str, *options: str) -> str:
@@ -338,7 +344,7 @@ def test_assembler_for_bf16():
 
 @pytest.mark.parametrize(
     "case",
-    ["fp8-every_scale_and_code", *(f"fp8-{name}" for name in SHAPES), "bf16-grouped", "bf16-deep",
+    ["fp8-every_scale_and_code", *(f"fp8-{name}" for name in SHAPES), "fp8-swapped", "bf16-grouped", "bf16-deep",
      "native-dense", "native-grouped", "native-deep"],
 )  # fmt: skip
 def test_bits_are_the_references(child, case):
@@ -366,9 +372,25 @@ def test_hopper(child, case):
 
 def test_fp8_sums_stay_in_the_tensor_core(child):
     """As in the kernel for many rows: a partial sum that left it would give other bits."""
-    for case in ("fp8-90-16", "fp8-90-64"):
+    for case in ("fp8-90-16", "fp8-90-64", "fp8-90-swapped"):
         found = child("compile")[case]
-        assert found["from_zero"] == found["additions"] == 0
+        assert found["fp8"] == found["all"] > 0
+        assert found["from_zero"] == found["additions"] == found["stack"] == found["atomics"] == found["multiply_adds"] == 0
+
+
+@pytest.mark.parametrize(
+    "tiles, words",
+    [
+        (dict(SWAPPED=True, BLOCK_TOKENS=32), "must have 64 BLOCK_TOKENS to be SWAPPED"),
+        (dict(BLOCK_FEATURES=32), "must have 64 BLOCK_FEATURES or be SWAPPED"),
+        (dict(BLOCK_K=512, num_stages=8), "bytes of shared memory; there are 232448"),
+        (dict(BLOCK_FEATURES=256, BLOCK_TOKENS=128, BLOCK_K=64), "256 registers a thread for its sum"),
+    ],
+)
+def test_tiles_that_cannot_be_are_refused_before_compiling(tiles, words):
+    triton_packed = pytest.importorskip("pallas_kernels.grouped_matmul.triton_packed")
+    with pytest.raises(ValueError, match=words):
+        triton_packed.packed_launch(64, 4096, 2048, 1, inner="fp8", tiles=triton_packed.Tiles(**tiles))
 
 
 if __name__ == "__main__":
