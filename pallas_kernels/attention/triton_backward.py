@@ -10,14 +10,13 @@ Scores are recomputed as ``exp2(q k * scale * log2(e) - lse)``. The weights and 
 before they are multiplied, as the forward does; sums are float32.
 """
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import gpu
+from pallas_kernels import gpu, tuning
 from pallas_kernels.triton_numerics import ordered_sum, padded, round_to
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -25,35 +24,19 @@ _LOG2_E = math.log2(math.e)
 _DELTA_TOKENS = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Sizes that the result's order of sums does not depend on.
-
-    Attributes:
-      dq_rows: query rows (tokens x heads of a key/value head) of a dq program.
-      dq_block: keys per step of a dq program. Sequences start at multiples of it.
-      dq_warps: warps of a dq program.
-      dk_block: keys of a dk/dv program.
-      dk_tile: query tokens per step of a dk/dv program. Sequences start at multiples of it.
-      dk_warps: warps of a dk/dv program.
-      dq_stages: depth of a dq program's pipeline.
-      dk_stages: depth of a dk/dv program's pipeline.
-    """
-
-    dq_rows: int
-    dq_block: int
-    dq_warps: int
-    dk_block: int
-    dk_tile: int
-    dk_warps: int
-    dq_stages: int = 2
-    dk_stages: int = 2
-
-
-# One warp group per 64 rows, two programs on a multiprocessor: one multiplies while the other one computes exponentials.
-BFLOAT16 = Tiles(dq_rows=64, dq_block=64, dq_warps=4, dk_block=64, dk_tile=64, dk_warps=4)
+# A dq program has BLOCK_M query rows (tokens x heads of a key/value head) and BLOCK_N keys per step; a dk/dv program has BLOCK_N
+# keys. Sums do not depend on these. With one warp group per 64 rows two programs share a multiprocessor: one multiplies while the
+# other computes exponentials.
+_DQ = dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
+_DK = dict(BLOCK_N=64, num_warps=4, num_stages=2)
 # Without tensor cores a product is unrolled into multiply-adds: small tiles.
-FLOAT32 = Tiles(dq_rows=32, dq_block=16, dq_warps=4, dk_block=16, dk_tile=16, dk_warps=4)
+_DQ_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=2)
+_DK_FLOAT32 = dict(BLOCK_N=16, num_warps=4, num_stages=2)
+
+
+def dk_tile(dtype) -> int:
+    """Query tokens per step of a dk/dv program: part of the order of its sums. Sequences start at multiples of it."""
+    return 64 if dtype == jnp.bfloat16 else 16
 
 
 @triton.jit
@@ -214,10 +197,6 @@ def _dk_kernel(
     tl.store(dv + place, round_to(dv_total, dv.dtype.element_ty), mask=mask)
 
 
-def tiles_of(dtype) -> Tiles:
-    return BFLOAT16 if dtype == jnp.bfloat16 else FLOAT32
-
-
 def _shape_constants(q_shape, num_kv_heads) -> dict:
     head_dim = q_shape[-1]
     return dict(
@@ -242,34 +221,40 @@ def delta_launch(q_shape) -> gpu.Launch:
     )
 
 
-def dq_launch(q_shape, num_kv_heads: int, dtype, tiles: Tiles | None = None) -> gpu.Launch:
-    """Inputs: q, k, v, positions, lse and delta [B, H, T], g, T. Output: the gradient of q."""
-    tiles = tiles or tiles_of(dtype)
-    batch, length, heads, _ = q_shape
+def dq_launch(q_shape, num_kv_heads: int, dtype, config: dict | None = None) -> gpu.Launch:
+    """Inputs: q, k, v, positions, lse and delta [B, H, T], g, T. Output: the gradient of q. `config` in place of the table's."""
+    batch, length, heads, head_dim = q_shape
+    if config is None and dtype == jnp.bfloat16:
+        config = tuning.config("attention_dq_bfloat16", rows=length, features=heads, depth=head_dim, default=_DQ)
+    config = config or _DQ_FLOAT32
     group_size = padded(heads // num_kv_heads)
-    tokens = max(1, tiles.dq_rows // group_size)
+    tokens = max(1, config["BLOCK_M"] // group_size)
     return gpu.Launch(
         _dq_kernel,
         gpu.outputs((q_shape, dtype)),
         grid=(batch * num_kv_heads, triton.cdiv(length, tokens)),
-        constants=_shape_constants(q_shape, num_kv_heads) | dict(GROUP_SIZE=group_size, TOKENS=tokens, BLOCK=tiles.dq_block),
-        num_warps=tiles.dq_warps,
-        num_stages=tiles.dq_stages,
+        constants=_shape_constants(q_shape, num_kv_heads) | dict(GROUP_SIZE=group_size, TOKENS=tokens, BLOCK=config["BLOCK_N"]),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
     )
 
 
-def dk_launch(q_shape, num_kv_heads: int, dtype, tiles: Tiles | None = None) -> gpu.Launch:
-    """Inputs: q, k, v, positions, lse and delta [B, H, T], g, the two results of `walks`, T. Outputs: gradients of k and v."""
-    tiles = tiles or tiles_of(dtype)
-    batch, length, _, head_dim = q_shape
+def dk_launch(q_shape, num_kv_heads: int, dtype, config: dict | None = None, tile: int | None = None) -> gpu.Launch:
+    """Inputs: q, k, v, positions, lse and delta [B, H, T], g, the two results of `walks`, T. Outputs: gradients of k and v.
+    `config` in place of the table's.
+    """
+    batch, length, heads, head_dim = q_shape
+    if config is None and dtype == jnp.bfloat16:
+        config = tuning.config("attention_dk_bfloat16", rows=length, features=heads, depth=head_dim, default=_DK)
+    config = config or _DK_FLOAT32
     shape = (batch, length, num_kv_heads, head_dim)
     return gpu.Launch(
         _dk_kernel,
         gpu.outputs((shape, dtype), (shape, dtype)),
-        grid=(batch * num_kv_heads, triton.cdiv(length, tiles.dk_block)),
-        constants=_shape_constants(q_shape, num_kv_heads) | dict(BLOCK=tiles.dk_block, TILE=tiles.dk_tile),
-        num_warps=tiles.dk_warps,
-        num_stages=tiles.dk_stages,
+        grid=(batch * num_kv_heads, triton.cdiv(length, config["BLOCK_N"])),
+        constants=_shape_constants(q_shape, num_kv_heads) | dict(BLOCK=config["BLOCK_N"], TILE=tile or dk_tile(dtype)),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
     )
 
 
@@ -301,7 +286,7 @@ def walks(positions_BT, *, block: int, tile: int):
     return middles_BJ, ends_BJ
 
 
-def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK, *, tiles: Tiles | None = None):
+def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK):
     """Gradients of q, k and v in their type.
 
     Args:
@@ -312,16 +297,15 @@ def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, 
       out_BTHK: [B, T, H, K], what the forward returned.
       lse_BHT: [B, H, T] float32, the logarithm to base 2 of the sum of ``exp2(q k * K ** -0.5 * log2(e))``.
       g_BTHK: [B, T, H, K], gradient of `out`.
-      tiles: sizes, for measurements; None: those of the type.
 
     Returns:
       Gradients of q, k and v. Those of a sequence do not depend on what else is in its row.
     """
-    tiles = tiles or tiles_of(q_BTHK.dtype)
-    shape, length, num_kv_heads = q_BTHK.shape, q_BTHK.shape[1], k_BTNK.shape[2]
+    shape, length, num_kv_heads, dtype = q_BTHK.shape, q_BTHK.shape[1], k_BTNK.shape[2], q_BTHK.dtype
     (delta_BHT,) = gpu.run(delta_launch(shape), out_BTHK, g_BTHK, length)
     inputs = (q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK)
-    (dq_BTHK,) = gpu.run(dq_launch(shape, num_kv_heads, q_BTHK.dtype, tiles), *inputs, length)
-    bounds = walks(positions_BT, block=tiles.dk_block, tile=tiles.dk_tile)
-    dk_BTNK, dv_BTNK = gpu.run(dk_launch(shape, num_kv_heads, q_BTHK.dtype, tiles), *inputs, *bounds, length)
+    (dq_BTHK,) = gpu.run(dq_launch(shape, num_kv_heads, dtype), *inputs, length)
+    launch = dk_launch(shape, num_kv_heads, dtype)
+    bounds = walks(positions_BT, block=launch.constants["BLOCK"], tile=launch.constants["TILE"])
+    dk_BTNK, dv_BTNK = gpu.run(launch, *inputs, *bounds, length)
     return dq_BTHK, dk_BTNK, dv_BTNK

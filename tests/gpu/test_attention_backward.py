@@ -1,13 +1,11 @@
 """Attention's gradients on a GPU: right within bounds, the same for a sequence alone and packed, every time."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.attention import attention, key_block
 
 pytestmark = pytest.mark.gpu
@@ -102,20 +100,18 @@ def test_tokens_without_a_gradient_add_nothing():
 
 
 def test_tiles_do_not_show_in_the_bits():
-    from pallas_kernels.attention import triton, triton_backward
-
     length = 520
     q, k, v, g = _inputs(_SHAPES["32 heads on 4"], "bfloat16", length, batch=2)
     positions = jnp.stack([_plain(length)[0], jnp.concatenate([_plain(320)[0], _plain(200)[0]])])
-    out, lse = triton.attention(q, k, v, positions)
-    gradients = lambda tiles: jax.jit(functools.partial(triton_backward.attention_backward, tiles=tiles))(  # noqa: E731
-        q, k, v, positions, out, lse, g
-    )
-    expected = [np.asarray(x).tobytes() for x in gradients(None)]
-    wide = dict(dq_rows=128, dq_warps=8, dk_block=128, dk_warps=8)
-    for changes in (wide, wide | dict(dq_stages=3, dk_stages=3)):
-        found = gradients(dataclasses.replace(triton_backward.BFLOAT16, **changes))
-        assert [np.asarray(x).tobytes() for x in found] == expected
+
+    def bits(for_dq, for_dk):
+        jax.clear_caches()
+        with tuning.override("attention_dq_bfloat16", for_dq), tuning.override("attention_dk_bfloat16", for_dk):
+            return [np.asarray(x).tobytes() for x in _forward_and_gradients(q, k, v, positions, g)]
+
+    expected = bits({}, {})
+    assert bits(dict(BLOCK_M=128, num_warps=8), dict(BLOCK_N=128, num_warps=8)) == expected
+    assert bits(dict(BLOCK_M=128, BLOCK_N=128, num_warps=8), dict(num_stages=3)) == expected
 
 
 def test_twenty_runs_give_one_result():

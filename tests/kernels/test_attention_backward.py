@@ -2,8 +2,6 @@
 compiled for GPUs that are not here.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,27 +29,25 @@ def _exact(q, k, v, g):
     return np.einsum("hts,sk->thk", weight, v[:, 0]), lse / np.log(2), gradients
 
 
-def _launches(q, k, v, positions, lse, out, g, tiles):
-    """The launches for dq and for dk and dv, each with its inputs."""
+def _launches(q, k, v, positions, lse, out, g, keys=16):
+    """The launches for dq and for dk and dv (with so many keys to a program), each with its inputs."""
     from pallas_kernels import gpu
     from pallas_kernels.attention import triton_backward as backward
 
     length, num_kv_heads = q.shape[1], k.shape[2]
     (delta,) = gpu.interpret(backward.delta_launch(q.shape), out, g, length)
     inputs = (q, k, v, positions, lse, delta, g)
-    bounds = backward.walks(jnp.asarray(positions), block=tiles.dk_block, tile=tiles.dk_tile)
-    return (
-        (backward.dq_launch(q.shape, num_kv_heads, q.dtype, tiles), (*inputs, length)),
-        (backward.dk_launch(q.shape, num_kv_heads, q.dtype, tiles), (*inputs, *map(np.asarray, bounds), length)),
-    )
+    bounds = map(np.asarray, backward.walks(jnp.asarray(positions), block=keys, tile=16))
+    pipeline = dict(num_warps=1, num_stages=1)
+    for_dq = backward.dq_launch(q.shape, num_kv_heads, q.dtype, dict(BLOCK_M=64, BLOCK_N=16, **pipeline))
+    for_dk = backward.dk_launch(q.shape, num_kv_heads, q.dtype, dict(BLOCK_N=keys, **pipeline), tile=16)
+    return (for_dq, (*inputs, length)), (for_dk, (*inputs, *bounds, length))
 
 
 def _interpreted():
     from pallas_kernels import gpu
-    from pallas_kernels.attention.triton_backward import Tiles
 
     lengths, heads, width = (48, 10), 3, 16  # three heads share the keys; the last tile is not full
-    tiles = Tiles(dq_rows=64, dq_block=16, dq_warps=1, dk_block=16, dk_tile=16, dk_warps=1)
     for dtype in _DTYPES:
         rng = np.random.default_rng(0)
         sequences, alone = [], []
@@ -62,7 +58,7 @@ def _interpreted():
             out, lse, expected = _exact(q, k, v, g)
             positions = np.arange(length, dtype=np.int32)
             arrays = (q, k, v, positions, lse.astype(np.float32), out.astype(dtype), g)
-            found = [x for launch, inputs in _launches(*(x[None] for x in arrays), tiles) for x in gpu.interpret(launch, *inputs)]
+            found = [x for launch, inputs in _launches(*(x[None] for x in arrays)) for x in gpu.interpret(launch, *inputs)]
             # Weights, their gradients and the results are rounded to 2^-9; float32: sums of up to 144 products.
             tolerance = 2.0**-7 if dtype == "bfloat16" else 2.0**-20
             for actual, wanted in zip(found, expected, strict=True):
@@ -74,10 +70,10 @@ def _interpreted():
         packed = [np.concatenate(parts, axis)[None] for parts, axis in zip(zip(*sequences, strict=True), axes, strict=True)]
         dq, dk, dv = (np.concatenate(parts)[None] for parts in zip(*alone, strict=True))
         # The second sequence starts within a program's 32 keys. numpy's products have other bits in other rows of a matrix.
-        _, (launch, inputs) = _launches(*packed, dataclasses.replace(tiles, dk_block=32))
+        _, (launch, inputs) = _launches(*packed, keys=32)
         for actual, wanted in zip(gpu.interpret(launch, *inputs), (dk, dv), strict=True):
             np.testing.assert_allclose(actual.astype(np.float64), wanted.astype(np.float64), rtol=2.0**-7, atol=1e-5)
-        for_dq, for_dk = _launches(*packed, tiles)
+        for_dq, for_dk = _launches(*packed)
         yield f"dq-{dtype}", *for_dq, [dq]
         yield f"dk-{dtype}", *for_dk, [dk, dv]
 
@@ -91,7 +87,7 @@ def _compiled():
     B, T, H, N, K = 2, 256, 16, 4, 64
     shape = (B, T, H, K)
     q, k, positions, row = array(*shape), array(B, T, N, K), array(B, T, dtype=jnp.int32), array(B, H, T, dtype=jnp.float32)
-    bounds = array(B, T // backward.BFLOAT16.dk_block, dtype=jnp.int32)
+    bounds = array(B, T // 64, dtype=jnp.int32)
     inputs = (q, k, k, positions, row, row, q)
     yield "delta", backward.delta_launch(shape), (q, q, T)
     yield "dq", backward.dq_launch(shape, N, jnp.bfloat16), (*inputs, T)
