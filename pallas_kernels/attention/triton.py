@@ -4,10 +4,11 @@ One kernel serves both, so that both give the same bits. A program has a tile of
 its tile are the tokens times the query heads of that head, so keys and values are read once for all of them. A tile has at least
 64 rows, filled up where there are fewer, so that every bfloat16 product is one kind of tensor-core instruction.
 
-What a row's bits are made of: keys in blocks of `KEY_BLOCK`, counted from the start of the sequence; an online softmax over the
-blocks of a chunk of `CHUNK_BLOCKS`, which starts from nothing; the chunks merged in order. Chunks stand alone, so different
-programs may take them (decoding few long sequences), and `merge_kernel` then merges as one program does. Blocks that a row does
-not see multiply by one and add zero. Nothing depends on the tile, the neighbours, or where a key lies in memory.
+What a row's bits are made of: keys in steps of one or two blocks of `KEY_BLOCK`, counted from the start of the sequence; an
+online softmax over the steps of a chunk of `CHUNK_BLOCKS` blocks, which starts from nothing; the chunks merged in order. Chunks
+stand alone, so different programs may take them (decoding few long sequences), and `merge_kernel` then merges as one program
+does. Steps that a row does not see multiply by one and add zero. Nothing depends on the tile, the neighbours, or where a key
+lies in memory.
 
 Scores are scaled in base 2: with s = q . k and c = log2(e) / sqrt(K), a weight is 2 ** (s c - max). The log-sum-exp that the
 backward reads is in base 2 as well: lse = max + log2(sum), so that a probability is 2 ** (s c - lse).
@@ -29,7 +30,8 @@ from pallas_kernels.triton_numerics import round_to
 
 __all__ = ["CHUNK_BLOCKS", "KEY_BLOCK", "attention", "attention_backward", "paged_attention"]
 
-KEY_BLOCK = 64  # keys per step of the online softmax; a page of the cache
+KEY_BLOCK = 64  # slots of a page; sequences that are packed start at multiples of it
+STEP_BLOCKS = 2  # blocks per step of the online softmax, 1 or 2: the sums are rescaled once for both
 CHUNK_BLOCKS = 32  # blocks that share an online softmax: 2048 keys
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -70,15 +72,30 @@ def _weighted_mean(total, acc):
 
 
 @triton.jit
+def _pages(tables_ptr, two, slot, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Where each slot of a step finds its page, less the slot's own distance: one offset, or [STEP, 1] for two pages. `two`:
+    whether the second page is there."""
+    page = tl.load(tables_ptr)
+    if STEP == BLOCK:
+        offset = page.to(tl.int64) * (BLOCK * WIDTH)
+    else:
+        tl.static_assert(STEP == 2 * BLOCK)
+        second = tl.load(tables_ptr + 1, mask=two, other=1)
+        offset = (tl.where(slot < BLOCK, page, second - 1).to(tl.int64) * (BLOCK * WIDTH))[:, None]
+    return offset
+
+
+@triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, positions_ptr, batch, length, table_length, out_ptr, stats_ptr,
     PAGED: tl.constexpr, SPLIT: tl.constexpr, ONE_CHUNK: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK_M: tl.constexpr, HEAD_ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, HEAD_ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out [B, T, H, K], stats [B, H, T]: the log-sum-exp. SPLIT: program_id(1) is a chunk, out [chunks, B, T, H, K] float32 the
     sums of weighted values, stats [2, chunks, B, T, H] the maxima and the sums of the weights; chunks without keys are not
-    written. HEAD_ROWS: G, filled up to a power of two; a token has so many rows of the tile."""
+    written. HEAD_ROWS: G, filled up to a power of two; a token has so many rows of the tile. BLOCK: slots of a page. STEP: keys
+    of a step. CHUNK: steps of a chunk."""
     TOKENS: tl.constexpr = BLOCK_M // HEAD_ROWS
     H: tl.constexpr = G * N
     # Long tiles first, all heads and sequences of a tile side by side: short ones fill the gaps at the end.
@@ -108,23 +125,23 @@ def attention_kernel(
         row_last = token - start
         last_slot = tl.minimum(first_token + TOKENS, length) - 1 - start
         least = first_token - start
-    num_blocks = (last_slot + BLOCK) // BLOCK
+    num_steps = (last_slot + STEP) // STEP
     if SPLIT:
         first_chunk = tl.program_id(1)
-        if first_chunk * CHUNK >= num_blocks:
+        if first_chunk * CHUNK >= num_steps:
             return
         end_chunk = first_chunk + 1
     else:
         first_chunk = 0
-        end_chunk = tl.cdiv(num_blocks, CHUNK)
+        end_chunk = tl.cdiv(num_steps, CHUNK)
 
     row_head = head * G + row % HEAD_ROWS
     stored = inside & (row % HEAD_ROWS < G)
     k = tl.arange(0, K)
     q_row = ((b * length + token).to(tl.int64) * H + row_head) * K
     q = _operand(tl.load(q_ptr + q_row[:, None] + k[None, :], mask=stored[:, None], other=0.0))
-    slot = tl.arange(0, BLOCK)
-    block_offsets = slot[:, None] * (N * K) + k[None, :]
+    slot = tl.arange(0, STEP)
+    step_offsets = slot[:, None] * (N * K) + k[None, :]
 
     total_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -133,23 +150,24 @@ def attention_kernel(
         max_ = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sum_ = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, K), tl.float32)
-        for j in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, num_blocks)):
+        for j in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, num_steps)):
+            first_slot = j * STEP
             if PAGED:
-                offset = tl.load(tables_ptr + j).to(tl.int64) * (BLOCK * N * K)
+                offset = _pages(tables_ptr + j * (STEP // BLOCK), first_slot + BLOCK <= last_slot, slot, N * K, BLOCK, STEP)
             else:
-                offset = j * (BLOCK * N * K)
+                offset = first_slot * (N * K)
             # Behind the last slot may be anything, and zero times NaN is NaN.
-            there = (j * BLOCK + slot <= last_slot)[:, None]
-            keys = _operand(tl.load(k_ptr + offset + block_offsets, mask=there, other=0.0))
+            there = (first_slot + slot <= last_slot)[:, None]
+            keys = _operand(tl.load(k_ptr + offset + step_offsets, mask=there, other=0.0))
             scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-            if j * BLOCK + BLOCK - 1 > least:
-                scores = tl.where((j * BLOCK + slot)[None, :] <= row_last[:, None], scores, float("-inf"))
+            if first_slot + STEP - 1 > least:
+                scores = tl.where((first_slot + slot)[None, :] <= row_last[:, None], scores, float("-inf"))
             new_max = tl.maximum(max_, tl.max(scores, axis=1) * SCALE)
             subtract = _finite(new_max)
             weights = tl.exp2(tl.fma(scores, SCALE, -subtract[:, None]))
             rescale = tl.exp2(max_ - subtract)
             sum_ = sum_ * rescale + tl.sum(weights, axis=1)
-            values = tl.load(v_ptr + offset + block_offsets, mask=there, other=0.0)
+            values = tl.load(v_ptr + offset + step_offsets, mask=there, other=0.0)
             acc = acc * rescale[:, None]
             acc = tl.dot(_operand(round_to(weights, values.dtype)), _operand(values), acc, input_precision="ieee")
             max_ = new_max
@@ -198,15 +216,13 @@ def merge_kernel(
 
 # --- launches ------------------------------------------------------------------------------------------------------------------
 
-# Training: 128 rows read a block of keys from the cache half as often as 64 do. Decoding has few rows; two programs to a
-# multiprocessor keep its memory busy. float32 has one tile for everything: without tensor cores a layout's sums follow the tile,
-# and products are unrolled into multiply-adds, so it is small.
-_PREFILL = dict(BLOCK_M=128, num_warps=8, num_stages=3)
-_DECODE = dict(BLOCK_M=64, num_warps=4, num_stages=3)
+# Training: 128 rows read a block of keys from the cache half as often as 64 do. Decoding has few rows, and reads ahead (a page's
+# number takes a stage of its own). float32 has one tile for everything: without tensor cores a layout's sums follow the tile, and
+# products are unrolled into multiply-adds, so it is small.
+_PREFILL = dict(BLOCK_M=128, num_warps=8, num_stages=2)
+_DECODE = dict(BLOCK_M=64, num_warps=4, num_stages=5)
 _FLOAT32 = dict(BLOCK_M=16, num_warps=8, num_stages=1)
 _MERGE_ROWS = 4
-# Programs that fill a GPU of 132 multiprocessors a few times over: with fewer, chunks go to programs of their own.
-_ENOUGH_PROGRAMS = 1024
 
 
 def attention_launch(
@@ -223,7 +239,7 @@ def attention_launch(
       K: head dimension.
       dtype: bfloat16 or float32.
       table_length: J, where keys and values are pages.
-      split: whether chunks have programs of their own; None: where that fills the GPU better.
+      split: whether chunks have programs of their own; None: where a tile holds all of a sequence's tokens, as in decoding.
     """
     dtype = jnp.dtype(dtype)
     paged = table_length is not None
@@ -242,11 +258,12 @@ def attention_launch(
         num_warps, num_stages = min(config["num_warps"], block_m // 16), config["num_stages"]
     programs = triton.cdiv(T, block_m // head_rows) * B * N
     chunks = triton.cdiv(table_length if paged else triton.cdiv(T, KEY_BLOCK), CHUNK_BLOCKS)
+    step_blocks = 1 if dtype == jnp.float32 else STEP_BLOCKS
     if split is None:
-        split = paged and decodes and chunks > 1 and programs < _ENOUGH_PROGRAMS
+        split = paged and decodes and chunks > 1
     constants = dict(
         PAGED=paged, SPLIT=split, ONE_CHUNK=split or chunks == 1, G=G, N=N, K=K, SCALE=scale_log2(K), BLOCK_M=block_m,
-        HEAD_ROWS=head_rows, BLOCK=KEY_BLOCK, CHUNK=CHUNK_BLOCKS,
+        HEAD_ROWS=head_rows, BLOCK=KEY_BLOCK, STEP=step_blocks * KEY_BLOCK, CHUNK=CHUNK_BLOCKS // step_blocks,
     )  # fmt: skip
     if split:
         out_shape = gpu.outputs(((chunks, B, T, H, K), jnp.float32), ((2, chunks, B, T, H), jnp.float32))

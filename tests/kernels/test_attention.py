@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 CHUNK_BLOCKS = 2  # in place of the kernels' own, so that short sequences have several chunks
-B, H, N, K = 2, 4, 2, 64
+B, H, N, K = 2, 2, 1, 32
 LENGTHS = ((150, 70), (200,))  # sequences packed into each of the B rows, at multiples of 64
-COMPILED = ("prefill", "prefill one chunk", "pages", "decode", "decode split")
+COMPILED = ("prefill", "pages", "decode", "small heads")
 
 
 def _expected(q, k, v):
@@ -51,7 +51,7 @@ def _pages(rng, k, v, lengths):
     J = max(-(-length // 64) for length in lengths) + 1
     order = rng.permutation(B * J)
     tables = np.full((B, J), 10**6, np.int32)  # no such page
-    pages = np.full((2, B * J, 64, N, K), np.nan, np.float32)
+    pages = np.full((2, B * J, 64, N, K), np.nan, k.dtype)
     for b, length in enumerate(lengths):
         used = -(-length // 64)
         tables[b, :used] = order[b * J : b * J + used]
@@ -92,25 +92,25 @@ def _interpreted() -> dict:
     results["bfloat16"] = float(np.abs(out_low[b, rows].astype(np.float32) - expected).max())
 
     lengths = [length for _, start, length in sequences if start == 0]
-    k_pages, v_pages, tables = _pages(rng, k, v, lengths)
-    J = tables.shape[1]
-
-    def paged(tokens, split):
-        """The last tokens of each sequence."""
-        rows = np.stack([np.arange(length - tokens, length) for length in lengths]).astype(np.int32)
-        q_rows = np.stack([q[b, rows[b]] for b in range(B)])
-        launch = triton.attention_launch(B, tokens, H, N, K, q.dtype, table_length=J, split=split)
-        found, stats = gpu.interpret(launch, q_rows, k_pages, v_pages, tables, rows, B, tokens, J)
-        if split:
-            merge = triton.merge_launch(found.shape[0], B * tokens * H, H, K, q.dtype)
-            found = gpu.interpret(merge, found, stats, rows, B * tokens * H)[0].reshape(q_rows.shape)
-        return found, np.stack([out[b, rows[b]] for b in range(B)])
-
-    for tokens in (1, 40):
-        (found, expected), (in_parts, _) = paged(tokens, False), paged(tokens, True)
-        # Not the same bits here: numpy sums the products of a matrix in an order of its own for each shape.
-        results[f"pages, {tokens}"] = float(np.abs(found - expected).max())
-        results[f"split, {tokens}"] = int((found.view(np.uint32) != in_parts.view(np.uint32)).sum())
+    for name, arrays, whole in (("float32", (q, k, v), out), ("bfloat16", low, out_low)):
+        q, k, v = arrays
+        k_pages, v_pages, tables = _pages(rng, k, v, lengths)
+        J = tables.shape[1]
+        for tokens in (1, 40):  # the last ones of each sequence
+            rows = np.stack([np.arange(length - tokens, length) for length in lengths]).astype(np.int32)
+            q_rows, expected = (np.stack([x[b, rows[b]] for b in range(B)]) for x in (q, whole))
+            found = []
+            for split in (False, True):
+                launch = triton.attention_launch(B, tokens, H, N, K, q.dtype, table_length=J, split=split)
+                result, stats = gpu.interpret(launch, q_rows, k_pages, v_pages, tables, rows, B, tokens, J)
+                if split:
+                    merge = triton.merge_launch(result.shape[0], B * tokens * H, H, K, q.dtype)
+                    result = gpu.interpret(merge, result, stats, rows, B * tokens * H)[0].reshape(q_rows.shape)
+                found.append(result)
+            # Near, not the same bits: numpy sums the products of a matrix in an order of its own for each shape.
+            error = np.abs(found[0].astype(np.float32) - expected.astype(np.float32)).max()
+            results[f"pages {name} {tokens}"] = float(error)
+            results[f"split {name} {tokens}"] = int(sum(a.tobytes() != b.tobytes() for a, b in zip(*found, strict=True)))
     return results
 
 
@@ -130,22 +130,21 @@ def _compiled() -> dict:
     from pallas_kernels import gpu
     from pallas_kernels.attention import triton
 
-    def launch_and_inputs(B, T, N, J=None, **kinds):
-        array, H, K = jax.ShapeDtypeStruct, 32, 128
-        launch = triton.attention_launch(B, T, H, N, K, jnp.bfloat16, table_length=J, **kinds)
+    def launch_and_inputs(B, T, N, J=None, H=32, K=128):
+        array = jax.ShapeDtypeStruct
+        launch = triton.attention_launch(B, T, H, N, K, jnp.bfloat16, table_length=J)
         q, kv, integers = array((B, T, H, K), jnp.bfloat16), array((B, T, N, K), jnp.bfloat16), array((B, T), jnp.int32)
         return launch, (q, kv, kv, integers, integers, B, T, J or 0)
 
     launches = {
         "prefill": launch_and_inputs(4, 4096, 4),
-        "prefill one chunk": launch_and_inputs(4, 2048, 8),
-        "pages": launch_and_inputs(4, 512, 4, 128),
-        "decode": launch_and_inputs(64, 1, 8, 128, split=False),
-        "decode split": launch_and_inputs(8, 1, 4, 512, split=True),
+        "pages": launch_and_inputs(4, 512, 8, 128),
+        "decode": launch_and_inputs(8, 1, 4, 512),
+        "small heads": launch_and_inputs(4, 2048, 2, None, 4, 16),
     }
     found = {}
     for name, (launch, inputs) in launches.items():
-        for capability in (90, 100):
+        for capability in (90, 100) if name in ("prefill", "decode") else (90,):
             asm = gpu.compile_ahead(launch, *inputs, capability=capability).asm
             found[f"{name} {capability}"] = dict(
                 wgmma=len(re.findall(r"\bwgmma\.mma_async\.", asm["ptx"])),
@@ -154,6 +153,7 @@ def _compiled() -> dict:
                 atomics=len(re.findall(r"\b(?:atom|red)\.", asm["ptx"])),
                 shared_in_steps=len(re.findall(r"\bcp\.async\.c[ag]\.", asm["ptx"])),
                 warps=re.findall(r"warpsPerCTA = \[(\d+), (\d+)\], instrShape", asm["ttgir"]),
+                reductions=re.findall(r"\(tensor<\d+x\d+xf32, #(\w+)>\) -> tensor<\d+xf32", asm["ttgir"]),
                 **_resources(asm["cubin"], triton_package),
             )
     return found
@@ -169,13 +169,15 @@ def test_weights_are_rounded_to_bfloat16(child):
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_pages_in_any_order_and_nan_behind_the_position(child, tokens):
-    assert child("interpret")[f"pages, {tokens}"] < 2e-6
+@pytest.mark.parametrize("dtype, bound", [("float32", 2e-6), ("bfloat16", 2.0**-7)])
+def test_pages_in_any_order_and_nan_behind_the_position(child, dtype, bound, tokens):
+    assert child("interpret")[f"pages {dtype} {tokens}"] < bound
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_chunks_in_programs_of_their_own_give_the_same_bits(child, tokens):
-    assert child("interpret")[f"split, {tokens}"] == 0
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_in_programs_of_their_own_give_the_same_bits(child, dtype, tokens):
+    assert child("interpret")[f"split {dtype} {tokens}"] == 0
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -184,11 +186,12 @@ def test_compiled_for_hopper(child, name):
     assert found["wgmma"] > 0 and found["other_mma"] == 0 and found["atomics"] == 0 and found["shared_in_steps"] > 0
     # Rows are spread over warps and keys are not: a row's sum has one order whatever the tile.
     assert found["warps"] and all(keys == "1" for _, keys in found["warps"])
-    # What does not fit the registers is the merged state, which waits outside of the loop over blocks.
+    assert set(found["reductions"]) == {"mma"}
+    # What does not fit the registers is mostly the merged state, which waits outside of the loop over blocks.
     assert found["stack"] <= 256
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_compiled_for_blackwell(child, name):
     found = child("compile")[f"{name} 100"]
     assert found["tcgen05"] > 0 and found["other_mma"] == 0 and found["atomics"] == 0
