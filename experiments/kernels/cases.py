@@ -34,6 +34,7 @@ class Other:
       make: key -> one set of inputs.
       repeats: at most so many measurements (what takes long gets few).
       calls: calls in one measurement.
+      held: whether the memory that it holds beside inputs and results is asked for (one more compilation; on a GPU).
     """
 
     name: str
@@ -41,6 +42,7 @@ class Other:
     make: Callable
     repeats: int = 20
     calls: int = 4
+    held: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Case:
       ratios: key -> what is compared: another library's operation, or JAX code.
       goals: key of a ratio, or `SHARE` -> the value wanted at least.
       native: whether a native kernel for the B300 was compiled (it has not been run).
+      held: as in `Other`.
     """
 
     suite: str
@@ -74,6 +77,7 @@ class Case:
     ratios: dict[str, Peer | Other] = dataclasses.field(default_factory=dict)
     goals: dict[str, float] = dataclasses.field(default_factory=dict)
     native: bool = False
+    held: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ COLUMNS = [
     {"key": "spread", "label": "spread", "unit": "%"},
     {"key": "tflops", "label": "speed", "unit": "TFLOP/s"},
     {"key": "gbs", "label": "memory", "unit": "GB/s"},
+    {"key": "held", "label": "held", "unit": "MB"},
     {"key": "ceiling", "label": "ceiling", "unit": ""},
     {"key": SHARE, "label": "of the ceiling", "unit": "%"},
     {"key": cases_lib.VS_BF16, "label": "cuBLAS bf16 takes", "unit": "x"},
@@ -52,10 +53,11 @@ On a Hopper GPU this is fp8 arithmetic on 4-bit values: there is no FP4 unit, so
 multiplied out into E4M3 numbers, exactly, and the fp8 tensor cores multiply those. The ceiling beside each speed is therefore the
 fp8 one, measured in this run with cuBLAS at 8192 x 8192 x 8192; for bf16 kernels the bf16 one; for the rest the speed of a copy,
 or of reading where little is written (decoding). "memory" counts the fewest bytes possible: inputs read once, outputs written
-once. "of the ceiling": the least time that the ceilings allow over the time taken. "takes": the other implementation's time over
-ours, so 2 means that ours is twice as fast. Times are medians over repeats on random inputs that exceed the cache; "spread" is
-half the distance between the quartiles. PyTorch's operations are replayed from a CUDA graph (the expert MLP too: eager
-operations, without torch.compile). Kernels that were compiled for the B300 have never run on one."""
+once. "held" is the memory for what is neither input nor result, as XLA plans it. "of the ceiling": the least time that the
+ceilings allow over the time taken. "takes": the other implementation's time over ours, so 2 means that ours is twice as fast.
+Times are medians over repeats on random inputs that exceed the cache; "spread" is half the distance between the quartiles.
+PyTorch's operations are replayed from a CUDA graph (the expert MLP too: eager operations, without torch.compile). Kernels that
+were compiled for the B300 have never run on one."""
 
 
 class Bench:
@@ -77,7 +79,7 @@ class Bench:
 
     def row(self, case: Case) -> dict[str, Any]:
         """Measures a case and what it is compared with."""
-        ours = self._measure(case.function, case.make, case.nbytes, kernels=jax.default_backend() == "gpu")
+        ours = self._measure(case.function, case.make, case.nbytes, held=case.held, kernels=jax.default_backend() == "gpu")
         compared = {key: self._compare(other) for key, other in case.ratios.items()}
         return case_row(case, ours, compared, self._ceilings)
 
@@ -85,7 +87,8 @@ class Bench:
         if isinstance(other, Peer):
             return self._others.time(other)
         if other.name not in self._measured:
-            self._measured[other.name] = self._measure(other.function, other.make, repeats=other.repeats, calls=other.calls)
+            settings = dict(held=other.held, repeats=other.repeats, calls=other.calls)
+            self._measured[other.name] = self._measure(other.function, other.make, **settings)
         return self._measured[other.name]
 
     def other_rows(self) -> Iterator[dict[str, Any]]:
@@ -95,7 +98,9 @@ class Bench:
             row = _blank("compared with", name)
             yield row | _time_cells(measured)
 
-    def _measure(self, function: Callable, make: Callable, touched: float | None = None, **settings: Any) -> Measured:
+    def _measure(
+        self, function: Callable, make: Callable, touched: float | None = None, *, held: bool, **settings: Any
+    ) -> Measured:
         try:
             key = jax.random.key(0)
             inputs = jax.eval_shape(make, key)
@@ -104,12 +109,20 @@ class Bench:
             if self._calls is not None:
                 count, calls = 2, self._calls
             sets = make_sets(make, key, count)
-            return Measured(self._time(function, sets, calls=calls, **settings))
+            timing = self._time(function, sets, calls=calls, **settings)
+            return Measured(timing, held=_held_bytes(function, inputs) if held else None)
         except Exception as error:  # a case that fails is said in its row; the GPU's time for the others is not lost
             return Measured(failure=reason(error))
         finally:
             sets = None
             gc.collect()
+
+
+def _held_bytes(function: Callable, inputs: Any) -> int | None:
+    """Bytes that a call holds beside inputs and results. None on a CPU, whose plan says nothing about the kernels."""
+    if jax.default_backend() == "cpu":
+        return None
+    return jax.jit(function).lower(*inputs).compile().memory_analysis().temp_size_in_bytes
 
 
 def make_sets(make: Callable, key: jax.Array, count: int) -> list[tuple]:
@@ -172,7 +185,8 @@ def _time_cells(measured: Measured) -> dict[str, Any]:
         return {"time": None, "spread": None, "remarks": f"{FAILED}: {measured.failure}" if measured.failure else BLANK}
     timing = measured.timing
     late = f"the host took {100 * timing.host_share:.0f} % of the time" if timing.host_share > _HOST_BOUND else BLANK
-    return {"time": 1e6 * timing.seconds, "spread": 100 * timing.spread, "remarks": late}
+    held = BLANK if measured.held is None else measured.held / 1e6
+    return {"time": 1e6 * timing.seconds, "spread": 100 * timing.spread, "held": held, "remarks": late}
 
 
 def _least_seconds(case: Case, ceilings: dict[str, Ceiling]) -> tuple[str, float | None]:

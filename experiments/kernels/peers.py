@@ -24,10 +24,12 @@ class Measured:
     Attributes:
       timing: None where it was not run or failed.
       failure: the reason of a failure, "" otherwise.
+      held: bytes held beside inputs and results, where that was asked for.
     """
 
     timing: Timing | None = None
     failure: str = ""
+    held: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The cases of the kernel benchmark: dense, grouped, the expert MLP, decoding, quantising, backward, and
-attention (`attention_suite`).
+"""The cases of the kernel benchmark: dense, grouped, the expert MLP, decoding, quantising, backward,
+attention (`attention_suite`), and log-probs, sampling and the router (`log_prob_suite`).
 
 Let M be rows, N output features, K the summed axis, E experts, k experts per token, T tokens, D the model's width, F an expert's
 inner width.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.kernels import attention_suite, peers
+from experiments.kernels import attention_suite, log_prob_suite, peers
 from experiments.kernels.cases import (
     BF16,
     COPY,
@@ -433,4 +433,5 @@ SUITES = {
     "quantize": _quantize,
     "backward": _backward,
     "attention": attention_suite.cases,
+    "log_prob": log_prob_suite.cases,
 }
