@@ -33,7 +33,7 @@ from experiments import cli
 from experiments.kernels import ceilings, measure, step, suites, tune
 from experiments.kernels.cases import FULL, QUICK
 from experiments.kernels.peers import Peers
-from experiments.timing import TimingError, time_jax
+from experiments.timing import Calls, TimingError, time_jax
 from minite_jax.errors import UserError
 from minite_jax.metrics.provenance import UNKNOWN, provenance
 from minite_jax.metrics.results import format_cell, write_results
@@ -44,7 +44,7 @@ _ONLY = flags.DEFINE_list("only", list(suites.SUITES), "Suites to run, separated
 _OUT = cli.out_flag()
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Measurements of each time; the median counts.", lower_bound=1)
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes and few repeats: to try the script where there is no GPU.")
-_MINUTES = flags.DEFINE_float("minutes", None, "tune: start no other kernel after so many minutes; run again to go on.")
+_MINUTES = flags.DEFINE_float("minutes", None, "tune: start nothing new after so many minutes; run again to go on.")
 _REVISION = flags.DEFINE_string("revision", None, "Git revision of the source, where it was copied without its history.")
 
 _MODEL = flags.DEFINE_enum("model", "qwen3_30b_a3b", ("qwen3_30b_a3b", "qwen3_8b"), "step: whose width and vocabulary.")
@@ -167,8 +167,7 @@ def tune_table() -> None:
     def more() -> bool:
         return _MINUTES.value is None or time.perf_counter() - start < 60 * _MINUTES.value
 
-    timer = functools.partial(time_jax, repeats=min(_REPEATS.value, 10))
-    tune.tune(suites.cases(FULL, only), timer, path, functools.partial(print, flush=True), more)
+    tune.tune(suites.cases(FULL, only), Calls, path, functools.partial(print, flush=True), more)
 
 
 def steps() -> list[dict]:

@@ -141,39 +141,65 @@ def check_calls(short: str, long: str, calls: int, *, kernels: bool) -> None:
         raise TimingError(f"{calls} and {2 * calls} calls became {one} and {two} operations: XLA merged or dropped some")
 
 
-def time_jax(function: Callable, sets: Sequence[tuple], *, repeats: int = 20, calls: int = 8, kernels: bool = False) -> Timing:
-    """Times one call of a function on the default device.
+class Calls:
+    """Programs that make R and 2 R calls of a function: traced here, then compiled, then timed as often as wanted.
 
     Args:
       function: of the arrays (or trees of them) of one set; called inside jit.
       sets: sets of inputs, used in turn.
-      repeats: measurements, of which the median is taken.
-      calls: R; a measurement makes R and then 2 R calls.
+      calls: R.
       kernels: whether the function consists of Triton kernels, so that their number is checked exactly.
+    """
+
+    def __init__(self, function: Callable, sets: Sequence[tuple], *, calls: int = 8, kernels: bool = False):
+        in_turn = [sets[i % len(sets)] for i in range(2 * calls)]
+        self._calls, self._kernels = calls, kernels
+        self._inputs = in_turn[:calls], in_turn
+        program = chain(function)
+        self._traced = [program.trace(each) for each in self._inputs]
+        self._programs: list[Callable] = []
+
+    def compile(self) -> "Calls":
+        """Compiles the programs. Several may be compiled at once, each in a thread.
+
+        Raises:
+          TimingError: the compiler merged or dropped calls.
+        """
+        programs = [traced.lower().compile() for traced in self._traced]
+        check_calls(*(program.as_text() for program in programs), self._calls, kernels=self._kernels)
+        self._programs, self._traced = programs, []
+        return self
+
+    def time(self, repeats: int) -> Timing:
+        """The time of a call, from so many measurements behind a warm-up.
+
+        Raises:
+          TimingError: the calls are too short to be told apart.
+        """
+        durations, handed_over = ([], []), ([], [])
+        for repeat in range(-1, repeats):
+            for i, program in enumerate(self._programs):
+                start = time.perf_counter()
+                results = program(self._inputs[i])
+                handed = time.perf_counter() - start
+                jax.block_until_ready(results)
+                duration = time.perf_counter() - start
+                del results
+                if repeat >= 0:  # the first is the warm-up
+                    durations[i].append(duration)
+                    handed_over[i].append(handed)
+        host = [b - a for a, b in zip(*handed_over, strict=True)]
+        on_cpu = jax.default_backend() == "cpu"  # there the host is the device
+        return per_call(*durations, self._calls, () if on_cpu else host)
+
+
+def time_jax(function: Callable, sets: Sequence[tuple], *, repeats: int = 20, calls: int = 8, kernels: bool = False) -> Timing:
+    """Times one call of a function on the default device: the median of `repeats` measurements. The rest as in `Calls`.
 
     Raises:
       TimingError: the compiler merged or dropped calls, or the calls are too short to be told apart.
     """
-    in_turn = [sets[i % len(sets)] for i in range(2 * calls)]
-    inputs = in_turn[:calls], in_turn
-    program = chain(function)
-    programs = [program.lower(each).compile() for each in inputs]
-    check_calls(*(program.as_text() for program in programs), calls, kernels=kernels)
-    durations, handed_over = ([], []), ([], [])
-    for repeat in range(-1, repeats):
-        for i, program in enumerate(programs):
-            start = time.perf_counter()
-            results = program(inputs[i])
-            handed = time.perf_counter() - start
-            jax.block_until_ready(results)
-            duration = time.perf_counter() - start
-            del results
-            if repeat >= 0:  # the first is the warm-up
-                durations[i].append(duration)
-                handed_over[i].append(handed)
-    host = [b - a for a, b in zip(*handed_over, strict=True)]
-    on_cpu = jax.default_backend() == "cpu"  # there the host is the device
-    return per_call(*durations, calls, () if on_cpu else host)
+    return Calls(function, sets, calls=calls, kernels=kernels).compile().time(repeats)
 
 
 def time_torch(torch: Any, function: Callable, sets: Sequence[tuple], *, repeats: int = 20, calls: int = 8) -> Timing:
