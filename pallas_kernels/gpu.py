@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # The pairs of versions that were run; jax-triton 0.4 wants triton 3.8 (see docs/kernels.md).
@@ -94,11 +95,13 @@ def run(launch: Launch, *inputs: jax.Array | int) -> list[jax.Array]:
     Multiply-adds are contracted only where a kernel says so, since a sum's bits must not depend on the compiler's mood.
 
     Returns:
-      The outputs, in order.
+      The outputs, in order. A grid of no programs is no launch: outputs are empty, or zeros where there is a sum of nothing.
 
     Raises:
       ImportError: jax-triton or triton is missing or of a version that was not tried.
     """
+    if 0 in launch.grid:
+        return [jnp.zeros(each.shape, each.dtype) for each in launch.out_shape]
     _check_versions()
     import jax_triton  # raises on a machine without a GPU, hence here
 

@@ -218,14 +218,15 @@ def group_tiles_launch(m: int, num_groups: int, block_m: int) -> gpu.Launch:
 
 
 def multiply_transposed_launch(m: int, n: int, k: int, dtype, *, num_groups: int) -> gpu.Launch:
-    """Inputs: g [m, n], x [m, k], ends of the groups int32 [num_groups]. Output: float32 [num_groups, n, k]."""
+    """Inputs: g [m, n], x [m, k], ends of the groups int32 [num_groups]. Output: float32 [num_groups, n, k]. No rows: no
+    programs."""
     itemsize = jnp.dtype(dtype).itemsize
     op = f"multiply_rows_{jnp.dtype(dtype).name}"
     config = tuning.config(op, rows=m // num_groups, features=n, depth=k, default=_TRANSPOSED[itemsize])
     shared = (config["BLOCK_N"] + config["BLOCK_K"]) * config["BLOCK_M"] * config["num_stages"] * itemsize
     gpu.check_tile(op, config, sums=config["BLOCK_N"] * config["BLOCK_K"], shared_bytes=shared)
     constants = dict(E=num_groups, N=n, K=k, BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], BLOCK_M=config["BLOCK_M"])
-    grid = (num_groups * triton.cdiv(n, config["BLOCK_N"]) * triton.cdiv(k, config["BLOCK_K"]),)
+    grid = (num_groups * triton.cdiv(n, config["BLOCK_N"]) * triton.cdiv(k, config["BLOCK_K"]) * min(m, 1),)
     return gpu.Launch(
         multiply_transposed_kernel, gpu.outputs(((num_groups, n, k), jnp.float32)), grid, constants, config["num_warps"],
         config["num_stages"],
@@ -253,7 +254,7 @@ def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, rows=None, tran
     n = b.shape[2] if transposed else b.shape[1]
     if a_outer is not None and a_outer.ndim == 0:
         a_outer = jnp.broadcast_to(a_outer, (a.shape[0],))
-    if kernel == "mosaic":
+    if kernel == "mosaic" and m:
         if rows is not None:
             a, a_outer = jax.tree.map(lambda leaf: leaf[rows], (a, a_outer))
         return mosaic.multiply(a, b, group_sizes, a_outer, b_outer, out_dtype=out_dtype, transposed=transposed)
@@ -313,9 +314,9 @@ def grouped_matmul_wgrad(x, g, group_sizes, *, kernel="triton"):
     rounding to bfloat16."""
     dtype = operands.gradient_dtype(x)
     x, g = _dequantized(x, dtype), g.astype(dtype)
-    if kernel == "mosaic":
-        return mosaic.multiply_transposed(g, x, group_sizes)
     m, n = g.shape
+    if kernel == "mosaic" and m:
+        return mosaic.multiply_transposed(g, x, group_sizes)
     num_groups = 1 if group_sizes is None else group_sizes.shape[0]
     ends = jnp.full((1,), m, jnp.int32) if group_sizes is None else jnp.cumsum(group_sizes).astype(jnp.int32)
     launch = multiply_transposed_launch(m, n, x.shape[1], dtype, num_groups=num_groups)

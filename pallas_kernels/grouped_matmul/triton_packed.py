@@ -373,8 +373,6 @@ def grouped_matmul(
     """
     (M, K), (E, N, _) = x.shape, w.shape
     inputs = _inputs(x, inner)
-    if M == 0:
-        return jnp.zeros((0, N), out_dtype)
     if tiles is None:
         default = dataclasses.asdict(default_tiles(inner, M, N, E))
         tiles = Tiles(**tuning.config(f"grouped_matmul_packed_{inner}", rows=-(-M // E), features=N, depth=K, default=default))

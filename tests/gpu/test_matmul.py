@@ -9,6 +9,7 @@ from pallas_kernels import nvfp4, tuning
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
 from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
 from pallas_kernels.nvfp4 import ScaleRule
+from tests.gpu.bits import GROUP_SIZES, assert_same
 
 pytestmark = pytest.mark.gpu
 
@@ -48,12 +49,6 @@ def _rows(operand, index):
     return jax.tree.map(lambda leaf: leaf[index], operand)
 
 
-def _same(a, b):
-    a, b = np.asarray(a), np.asarray(b)
-    assert a.dtype == b.dtype
-    np.testing.assert_array_equal(a.view(f"u{a.dtype.itemsize}"), b.view(f"u{b.dtype.itemsize}"))
-
-
 KINDS = ("fp8", "nvfp4_as_bf16", "bf16", "fp32")
 
 
@@ -80,7 +75,7 @@ def test_rows_do_not_depend_on_their_number_or_neighbours(kind):
     whole = matmul(x, w)
     for m in ROWS:
         start = min(1000, 4096 - m)
-        _same(matmul(_rows(x, slice(start, start + m)), w), whole[start : start + m])
+        assert_same(matmul(_rows(x, slice(start, start + m)), w), whole[start : start + m])
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
@@ -93,28 +88,18 @@ def test_bits_do_not_depend_on_the_tile(kind):
     ):  # fmt: skip
         tile = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=2)
         with tuning.override(op, tile):
-            _same(matmul(x, w, out_dtype=jnp.float32, implementation="triton"), first)
+            assert_same(matmul(x, w, out_dtype=jnp.float32, implementation="triton"), first)
 
 
 def test_packed_and_expanded_operands_give_the_same_bits():
     x, w = _operands("fp8", 130, 200, 144)
     expected = matmul(x, w)
-    _same(matmul(nvfp4.expand(x), w), expected)
-    _same(matmul(nvfp4.expand(x), nvfp4.expand(w)), expected)
-    _same(matmul(nvfp4.quantize_expanded(_normal((130, 144), 1, jnp.bfloat16), ACTIVATIONS), w), expected)
+    assert_same(matmul(nvfp4.expand(x), w), expected)
+    assert_same(matmul(nvfp4.expand(x), nvfp4.expand(w)), expected)
+    assert_same(matmul(nvfp4.quantize_expanded(_normal((130, 144), 1, jnp.bfloat16), ACTIVATIONS), w), expected)
 
 
-SIZES = {
-    "equal": [32] * 8,
-    "empty": [0, 100, 0, 0, 29, 128, 0, 0],
-    "single": [0, 0, 0, 256, 0, 0, 0, 0],
-    "hot": [1, 2, 240, 3, 4, 1, 1, 4],
-    "tail": [16, 0, 17, 1, 64, 0, 0, 5],
-    "none": [0] * 8,
-}
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_equals_dense_row_by_row(kind, sizes):
     x, w = _operands(kind, 257, 200, 144, groups=8)
@@ -122,7 +107,7 @@ def test_grouped_equals_dense_row_by_row(kind, sizes):
     start = 0
     for group, size in enumerate(sizes):
         if size:
-            _same(ours[start : start + size], matmul(_rows(x, slice(start, start + size)), _rows(w, group)))
+            assert_same(ours[start : start + size], matmul(_rows(x, slice(start, start + size)), _rows(w, group)))
         start += size
     assert not ours[start:].view(np.uint16).any()
 
@@ -143,7 +128,7 @@ def test_dense_gradients(kind):
     assert _relative(dw, g64.T @ _float64(x)) < (2.0**-8 if kind == "nvfp4_as_bf16" else 1e-6)
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 def test_grouped_gradients(kind, sizes):
     x, w = _operands(kind, 257, 200, 144, groups=8)
@@ -154,8 +139,8 @@ def test_grouped_gradients(kind, sizes):
     for group, size in enumerate(sizes):
         rows = slice(start, start + size)
         if size:
-            _same(dx[rows], matmul_dgrad(g[rows], _rows(w, group)))
-            _same(dw[group], matmul_wgrad(_rows(x, rows), g[rows]))
+            assert_same(dx[rows], matmul_dgrad(g[rows], _rows(w, group)))
+            assert_same(dw[group], matmul_wgrad(_rows(x, rows), g[rows]))
             assert _relative(dw[group], _float64(g[rows]).T @ _float64(_rows(x, rows))) < 1e-6
         else:
             assert not dw[group].view(np.uint32).any()
@@ -166,10 +151,10 @@ def test_grouped_gradients(kind, sizes):
 def test_what_lies_behind_the_last_group_is_not_read_into_a_gradient():
     x, w = _operands("bf16", 257, 200, 144, groups=8)
     g = _normal((257, 200), 3, jnp.bfloat16)
-    sizes = jnp.asarray(SIZES["tail"], jnp.int32)
-    last = sum(SIZES["tail"])
+    sizes = jnp.asarray(GROUP_SIZES["tail"], jnp.int32)
+    last = sum(GROUP_SIZES["tail"])
     poisoned = grouped_matmul_wgrad(x.at[last:].set(jnp.nan), g.at[last:].set(jnp.nan), sizes)
-    _same(poisoned, grouped_matmul_wgrad(x, g, sizes))
+    assert_same(poisoned, grouped_matmul_wgrad(x, g, sizes))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
@@ -182,7 +167,7 @@ def test_forty_runs(kind):
     )
     first = run(x, w, g)
     for _ in range(40):
-        jax.tree.map(_same, run(x, w, g), first)
+        jax.tree.map(assert_same, run(x, w, g), first)
 
 
 def test_types_that_are_not_multiplied_are_named():
@@ -196,6 +181,17 @@ def test_rows_by_index_are_rows_copied(kind):
     sizes = jnp.asarray([64, 0, 100, 65, 128, 200, 1, 41], jnp.int32)
     rows = jnp.asarray(np.random.default_rng(4).integers(0, 100, 599), jnp.int32)
     copied = jax.tree.map(lambda leaf: leaf[rows], x)
-    _same(grouped_matmul(x, w, sizes, rows=rows), grouped_matmul(copied, w, sizes))
+    assert_same(grouped_matmul(x, w, sizes, rows=rows), grouped_matmul(copied, w, sizes))
     few = jnp.asarray([3, 0, 4, 0, 0, 2, 0, 0], jnp.int32)  # packed weights where there are any
-    _same(grouped_matmul(x, w, few, rows=rows[:9]), grouped_matmul(jax.tree.map(lambda leaf: leaf[:9], copied), w, few))
+    assert_same(grouped_matmul(x, w, few, rows=rows[:9]), grouped_matmul(jax.tree.map(lambda leaf: leaf[:9], copied), w, few))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows(kind):
+    """Nothing is launched: empty results, and weight gradients of zeros."""
+    x, w = _operands(kind, 16, 64, 128, groups=3)
+    x, g, sizes = _rows(x, slice(0, 0)), jnp.zeros((0, 64), jnp.bfloat16), jnp.zeros(3, jnp.int32)
+    assert matmul(x, _rows(w, 0)).shape == grouped_matmul(x, w, sizes).shape == (0, 64)
+    assert matmul_dgrad(g, _rows(w, 0)).shape == grouped_matmul_dgrad(g, w, sizes).shape == (0, 128)
+    assert_same(matmul_wgrad(x, g), jnp.zeros((64, 128), jnp.float32))
+    assert_same(grouped_matmul_wgrad(x, g, sizes), jnp.zeros((3, 64, 128), jnp.float32))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import mosaic
+from tests.gpu.bits import assert_same
 
 pytestmark = pytest.mark.gpu
 
@@ -32,12 +33,6 @@ def _random(*shape, dtype=jnp.bfloat16, seed=0):
 
 def _float64(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
-
-
-def _same(a, b):
-    a, b = np.asarray(a), np.asarray(b)
-    assert a.dtype == b.dtype
-    np.testing.assert_array_equal(a.view(f"u{a.dtype.itemsize}"), b.view(f"u{b.dtype.itemsize}"))
 
 
 @functools.cache
@@ -79,21 +74,21 @@ def test_groups(config, transposed):
             w = _float64(b[e]) if transposed else _float64(b[e]).T
             want[rows] = _float64(a)[rows] @ w * _float64(a_outer)[rows, None] * float(b_outer[e])
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3, err_msg=kind)
-        _same(got[total:], jnp.zeros((ROWS - total, N), jnp.float32))
-        _same(got, _triton(transposed)(*args))
+        assert_same(got[total:], jnp.zeros((ROWS - total, N), jnp.float32))
+        assert_same(got, _triton(transposed)(*args))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 127, 130, 880])
 def test_dense_rows_do_not_depend_on_their_number(rows):
     a, b, _, _ = _operands(groups=1)
     many = _multiply("together", out_dtype=jnp.bfloat16)(a, b)
-    _same(_multiply("together", out_dtype=jnp.bfloat16)(a[:rows], b), many[:rows])
+    assert_same(_multiply("together", out_dtype=jnp.bfloat16)(a[:rows], b), many[:rows])
     if rows == ROWS:
-        _same(_triton(out_dtype=jnp.bfloat16)(a, b, None, None, None), many)
+        assert_same(_triton(out_dtype=jnp.bfloat16)(a, b, None, None, None), many)
         for config in CONFIGS:
-            _same(_multiply(config, out_dtype=jnp.bfloat16)(a, b), many)
+            assert_same(_multiply(config, out_dtype=jnp.bfloat16)(a, b), many)
         shared = jax.jit(functools.partial(mosaic.multiply, config=mosaic.Config(cluster=2, share="b")))
-        _same(shared(a, b), many)
+        assert_same(shared(a, b), many)
 
 
 @pytest.mark.parametrize("config", ["together", "wide", "turns"])
@@ -111,7 +106,7 @@ def test_sum_over_rows(config):
             rows, end = slice(end, end + size), end + size
             want = _float64(g)[rows].T @ _float64(x)[rows]
             np.testing.assert_allclose(got[e], want, rtol=1e-5, atol=1e-3, err_msg=kind)
-        _same(got, run_triton(*args))
+        assert_same(got, run_triton(*args))
 
 
 def test_forty_runs_one_result():
@@ -126,7 +121,7 @@ def test_forty_runs_one_result():
         lambda: jax.jit(mosaic.multiply_transposed)(g, a, sizes),
     ]
     first = [run() for run in runs]
-    _same(first[0], first[1])
+    assert_same(first[0], first[1])
     for _ in range(39):
         for run, want in zip(runs, first, strict=True):
             assert bool(jnp.array_equal(run(), want))

@@ -8,20 +8,13 @@ import pytest
 
 from pallas_kernels import gpu, nvfp4
 from pallas_kernels.grouped_matmul import reference
+from tests.gpu.bits import GROUP_SIZES, assert_same
 
 pytestmark = pytest.mark.gpu
 
 ROWS = (1, 2, 7, 16, 17, 64, 127, 128, 129, 130)
 OTHER_SCALES = np.float32([0.875, 1, 1.125, 1.75])  # not of the `fp8_exact` set; sums of few products stay exact
 INNERS = ("fp8", "bf16")
-SIZES = {
-    "equal": [32] * 8,
-    "decode": [4, 0, 7, 1, 0, 16, 17, 3],
-    "single": [0, 0, 0, 256, 0, 0, 0, 0],
-    "hot": [1, 2, 240, 3, 4, 1, 1, 4],
-    "tail": [16, 0, 17, 1, 64, 0, 0, 5],
-    "none": [0] * 8,
-}
 
 
 def _random(seed, shape, inner, outer_shape):
@@ -57,12 +50,6 @@ def _many_rows(x, w, sizes, **options):
     return triton.grouped_matmul(_expand(x, inner), _expand(w, inner), jnp.asarray(sizes, jnp.int32), **options)
 
 
-def _same(a, b):
-    a, b = np.asarray(a), np.asarray(b)
-    assert a.dtype == b.dtype
-    np.testing.assert_array_equal(a.view(f"u{a.dtype.itemsize}"), b.view(f"u{b.dtype.itemsize}"))
-
-
 @pytest.mark.parametrize("N, K", [(24, 16), (136, 80), (200, 144), (513, 768), (1024, 2048)])
 @pytest.mark.parametrize("inner", INNERS)
 def test_dense_has_the_bits_of_the_kernel_for_many_rows(inner, N, K):
@@ -70,20 +57,20 @@ def test_dense_has_the_bits_of_the_kernel_for_many_rows(inner, N, K):
     expected = _many_rows(x, w, [130], out_dtype=jnp.float32)
     for M in (1, 17, 130):
         part = jax.tree.map(lambda leaf, M=M: leaf[:M], x)
-        _same(_packed(part, w, [M], inner, out_dtype=jnp.float32), expected[:M])
+        assert_same(_packed(part, w, [M], inner, out_dtype=jnp.float32), expected[:M])
     if inner == "bf16" and K <= 144:  # every sum fits float32
         exact = jax.jit(reference.grouped_matmul, static_argnames="out_dtype")
-        _same(expected, exact(x, w, np.int32([130]), out_dtype=jnp.float32))
+        assert_same(expected, exact(x, w, np.int32([130]), out_dtype=jnp.float32))
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
 @pytest.mark.parametrize("inner", INNERS)
 def test_groups(inner, sizes):
     x, w = _operands(inner, 257, 200, 768, E=8)
     last = sum(sizes)
     poisoned = x.replace(outer_scale=x.outer_scale.at[last:].set(jnp.nan))
     ours = _packed(poisoned, w, sizes, inner)
-    _same(ours[:last], _many_rows(x, w, sizes)[:last])
+    assert_same(ours[:last], _many_rows(x, w, sizes)[:last])
     assert not np.asarray(ours)[last:].view(np.uint16).any()
 
 
@@ -93,7 +80,7 @@ def test_rows_do_not_depend_on_their_number_or_neighbours(inner):
     whole = _packed(x, w, [4096], inner)
     for M in ROWS:
         part = jax.tree.map(lambda leaf, M=M: leaf[1000 : 1000 + M], x)
-        _same(_packed(part, w, [M], inner), whole[1000 : 1000 + M])
+        assert_same(_packed(part, w, [M], inner), whole[1000 : 1000 + M])
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -101,16 +88,16 @@ def test_bits_do_not_depend_on_the_tiles(inner):
     from pallas_kernels.grouped_matmul.triton_packed import Tiles
 
     x, w = _operands(inner, 257, 200, 768, E=8)
-    first = _packed(x, w, SIZES["hot"], inner, out_dtype=jnp.float32)
+    first = _packed(x, w, GROUP_SIZES["hot"], inner, out_dtype=jnp.float32)
     for features, tokens, depth, unroll, warps, stages in (
         (64, 16, 128, 1, 4, 3), (64, 16, 256, 1, 4, 3), (64, 16, 128, 4, 4, 2), (128, 16, 256, 1, 4, 3), (128, 16, 128, 2, 8, 4),
         (64, 32, 64, 1, 4, 3), (64, 64, 128, 2, 4, 3), (128, 64, 128, 1, 8, 3), (64, 128, 128, 1, 4, 3),
     ):  # fmt: skip
         tiles = Tiles(features, tokens, depth, unroll, num_warps=warps, num_stages=stages)
-        _same(_packed(x, w, SIZES["hot"], inner, out_dtype=jnp.float32, tiles=tiles), first)
+        assert_same(_packed(x, w, GROUP_SIZES["hot"], inner, out_dtype=jnp.float32, tiles=tiles), first)
     for features, depth, unroll, stages in ((16, 128, 2, 3), (32, 256, 1, 3), (64, 128, 1, 3)):
         tiles = Tiles(features, 64, depth, unroll, SWAPPED=True, num_stages=stages)
-        _same(_packed(x, w, SIZES["hot"], inner, out_dtype=jnp.float32, tiles=tiles), first)
+        assert_same(_packed(x, w, GROUP_SIZES["hot"], inner, out_dtype=jnp.float32, tiles=tiles), first)
 
 
 @pytest.mark.parametrize("features, warps", [(64, 4), (128, 4), (128, 8)])
@@ -141,16 +128,16 @@ def test_expansion_of_every_scale_and_code(inner, features, warps):
     for plain in (False, True):
         launch = triton_packed.packed_launch(K, N, K, 1, inner=inner, out_dtype=jnp.float32, tiles=tiles, plain=plain)
         inputs = identity, ones, ones, w.codes, w.block_scale, w.outer_scale, jnp.full((1,), K, jnp.int32), K
-        _same(gpu.run(launch, *inputs)[0], expected)
+        assert_same(gpu.run(launch, *inputs)[0], expected)
 
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_forty_runs(inner):
     x, w = _operands(inner, 257, 200, 768, E=8)
-    run = jax.jit(lambda x, w: _packed(x, w, SIZES["hot"], inner))
+    run = jax.jit(lambda x, w: _packed(x, w, GROUP_SIZES["hot"], inner))
     first = run(x, w)
     for _ in range(39):
-        _same(run(x, w), first)
+        assert_same(run(x, w), first)
 
 
 def test_operands_of_the_wrong_type_are_refused():
