@@ -6,20 +6,22 @@ only reshapes, gathers and single adds.
 """
 
 import functools
+from typing import no_type_check
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from minite_jax.model import cache as cache_lib
-from minite_jax.model.cache import KVCache
+from minite_jax.model.cache import PagedCache
 from minite_jax.model.moe import moe
 from minite_jax.model.policy import Policy, Weight
 from minite_jax.precision.activation import gated, normed
 from minite_jax.precision.linear import linear, stored_value
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, KINDS, MLP
-from pallas_kernels.attention import attention, key_block, paged_attention
+from pallas_kernels.attention import attention, paged_attention
 from pallas_kernels.embedding import embed
 from pallas_kernels.log_prob import Truncation, token_log_prob
 from pallas_kernels.matmul import matmul
@@ -37,12 +39,30 @@ def _value(weight: Weight) -> jax.Array:
     return stored_value(weight.stored, weight.master)
 
 
-def _attention_block(policy, layer, weights, x, positions_BT, angles, cached):
-    """Projections, norms, rotation, attention of an `Activation`. Returns the block's output and this layer's keys and values
-    [B, S, N, K].
+@flax.struct.dataclass
+@no_type_check  # jax rebuilds pytrees with stand-ins for arrays
+class _Places:
+    """Where the tokens at hand stand: what all layers share.
+
+    Attributes:
+      positions: [B, T] int32, the position up to which each token attends.
+      angles: cosines and sines at each token's position, each [B T, K/2].
+      tables: [B, J] of the cache, or None.
+      slots: page and place of each token's key and value, each [B, T], or None.
+    """
+
+    positions: Int[Array, "B T"]
+    angles: tuple[Float[Array, "M K2"], Float[Array, "M K2"]]
+    tables: Int[Array, "B J"] | None = None
+    slots: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None
+
+
+def _attention_block(policy, layer, weights, x, places, pages):
+    """Projections, norms, rotation, attention of an `Activation`. Returns the block's output and, with a cache, this layer's
+    pages of keys and values.
     """
     config = policy.config
-    batch, length = positions_BT.shape
+    batch, length = places.positions.shape
     H, N, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     format = policy.format_of(ATTENTION, layer)
 
@@ -52,23 +72,17 @@ def _attention_block(policy, layer, weights, x, positions_BT, angles, cached):
     def normalized(x, name):
         return rms_norm(x.reshape(-1, K), _value(weights[name]), eps=config.rms_norm_eps).reshape(x.shape)
 
-    q_MHK = rotary(normalized(q_MHK, "q_norm"), *angles)
-    k_MNK = rotary(normalized(k_MNK, "k_norm"), *angles)
-    k_BSNK, v_BSNK = k_MNK.reshape(batch, length, N, K), v_MNK.reshape(batch, length, N, K)
-    if cached is not None:
-        k_BSNK, v_BSNK = (cache_lib.write(old, new, positions_BT) for old, new in zip(cached, (k_BSNK, v_BSNK), strict=True))
+    q_MHK = rotary(normalized(q_MHK, "q_norm"), *places.angles)
+    k_MNK = rotary(normalized(k_MNK, "k_norm"), *places.angles)
     q_BTHK = q_MHK.reshape(batch, length, H, K)
-    if cached is None:
-        out_BTHK = attention(q_BTHK, k_BSNK, v_BSNK, positions_BT)
+    k_BTNK, v_BTNK = k_MNK.reshape(batch, length, N, K), v_MNK.reshape(batch, length, N, K)
+    if pages is None:
+        out_BTHK = attention(q_BTHK, k_BTNK, v_BTNK, places.positions)
     else:
-        slots = k_BSNK.shape[1]
-        readable_BT = jnp.minimum(positions_BT, slots - 1)  # padding behind the capacity reads, and is ignored
-        filled = [(0, 0), (0, -slots % key_block()), (0, 0), (0, 0)]
-        pages = (jnp.pad(x, filled).reshape(-1, key_block(), N, K) for x in (k_BSNK, v_BSNK))
-        tables_BJ = jnp.arange(batch * (-(-slots // key_block())), dtype=jnp.int32).reshape(batch, -1)
-        out_BTHK = paged_attention(q_BTHK, *pages, tables_BJ, readable_BT)
+        pages = tuple(cache_lib.write(old, new, places.slots) for old, new in zip(pages, (k_BTNK, v_BTNK), strict=True))
+        out_BTHK = paged_attention(q_BTHK, *pages, places.tables, places.positions)
     out_MD = linear(format, out_BTHK.reshape(batch * length, H * K), weights["o"].stored, weights["o"].master)
-    return out_MD, (k_BSNK, v_BSNK)
+    return out_MD, pages
 
 
 def _mlp_block(policy, layer, weights, x_MD):
@@ -81,77 +95,109 @@ def _mlp_block(policy, layer, weights, x_MD):
     return linear(format, gated(format, gate_up_MF), weights["down"].stored, weights["down"].master)
 
 
-def _layer(policy, layer, weights, x_MD, *, positions_BT, angles, cached):
+def _layer(policy, layer, weights, x_MD, *, places, pages):
     format = policy.format_of(ATTENTION, layer)
     # The scopes are for profiles: an operation's name tells which part of the model it belongs to.
     with jax.named_scope("attention"):
         x = normed(format, x_MD, _value(weights["attention_norm"]), eps=policy.config.rms_norm_eps)
-        attended_MD, kv = _attention_block(policy, layer, weights, x, positions_BT, angles, cached)
+        attended_MD, pages = _attention_block(policy, layer, weights, x, places, pages)
         x_MD = _add(x_MD, attended_MD)
     with jax.named_scope("moe" if policy.config.is_moe else "mlp"):
-        return _add(x_MD, _mlp_block(policy, layer, weights, x_MD)), kv
+        return _add(x_MD, _mlp_block(policy, layer, weights, x_MD)), pages
 
 
 def hidden_states(
     policy: Policy,
     tokens: Int[Array, "B T"],
-    cache: KVCache | None = None,
+    cache: PagedCache | None = None,
     *,
+    positions: Int[Array, "B T"] | None = None,
     num_new: Int[Array, "B"] | None = None,
-    scan_layers: bool = True,
+    scan_layers: bool | None = None,
     remat: bool = False,
-) -> tuple[Float[Array, "B T D"], KVCache | None]:
+) -> tuple[Float[Array, "B T D"], PagedCache | None]:
     """Hidden states after the final norm, for a whole batch from its start or for the next tokens of a cache.
 
     Args:
       policy: weights, config and recipe; with masters inside a gradient.
-      tokens: [B, T] int32. Sequences start at column 0; what lies behind a sequence's end (padding) touches nothing before it.
+      tokens: [B, T] int32. What lies behind a sequence's end (padding) touches nothing before it.
       cache: None, or the cache that the tokens continue: they take the positions from ``cache.length`` on.
-      num_new: [B] int32, how many of the T tokens are real (with a cache); None: all.
+      positions: [B, T] int32 without a cache, each token's position in its sequence; None: one sequence a row, from column 0
+        on. Several sequences in a row start at multiples of `pallas_kernels.attention.key_block`, see
+        `minite_jax.rollout.pack_sequences`, and have the bits that each has alone.
+      num_new: [B] int32 with a cache, how many of the T tokens are real; None: all. The others take no room in the cache.
       scan_layers: run layers of the same formats as one loop over their stacked weights, so that compiling takes as long
-        as one layer does; False: one after another, which copies no weights. Same bits.
+        as one layer does; False: one after another, which copies no weights and no pages. Same bits. None: a loop, except on a
+        GPU, where the copies would cost more time than the layers' kernels.
       remat: recompute each layer in the backward instead of keeping its residuals. Same bits.
 
     Returns:
-      Hidden states [B, T, D] in the recipe's type, and the cache with `num_new` more tokens (None without a cache).
+      Hidden states [B, T, D] in the recipe's type, and the cache with `num_new` more tokens (None without a cache). NaN
+      everywhere if the cache's pool was given too few pages.
 
     Raises:
-      ValueError: no tokens, or more than the cache has slots.
+      ValueError: no tokens, more than the cache has slots, or positions beside a cache.
     """
     config = policy.config
     batch, length = tokens.shape
     weights = policy.paired_weights()
     if 0 in tokens.shape:
         raise ValueError(f"tokens of shape {tokens.shape} hold nothing to compute; give at least one sequence of one token")
-    if cache is not None and length > cache.capacity:
+    if cache is None:
+        places = _places_in_rows(config, batch, length, positions)
+    elif positions is not None:
+        raise ValueError("positions beside a cache: its tokens follow those that it holds; leave positions out")
+    elif length > cache.capacity:
         raise ValueError(
             f"{length} tokens do not fit a cache of {cache.capacity} slots; make the cache larger or the prompt shorter"
         )
-    first_B = jnp.zeros((batch,), jnp.int32) if cache is None else cache.length
-    positions_BT = first_B[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
-
-    num_positions = length if cache is None else cache.capacity
-    cos_SK, sin_SK = rotary_table(num_positions, config.head_dim, config.rope_theta)
-    position_M = jnp.minimum(positions_BT, num_positions - 1).reshape(-1)
-    angles = (jnp.asarray(cos_SK)[position_M], jnp.asarray(sin_SK)[position_M])
+    else:
+        cache, places = _places_in_cache(config, cache, length, num_new)
 
     with jax.named_scope("embed"):
         x_MD = embed(tokens.reshape(-1), weights["embed"].stored, master=weights["embed"].master)
-    cached = None if cache is None else tuple(zip(cache.keys, cache.values, strict=True))
+    pages = None if cache is None else tuple(zip(cache.keys, cache.values, strict=True))
     shape = policy.replace(weights=None, masters=None)
-    kv = []
+    scan_layers = jax.default_backend() != "gpu" if scan_layers is None else scan_layers
+    new_pages = []
     for first, last in _runs(policy) if scan_layers else ((i, i + 1) for i in range(config.num_hidden_layers)):
-        layer = functools.partial(_layer, shape, first, positions_BT=positions_BT, angles=angles)
-        run_cached = None if cached is None else cached[first:last]
-        x_MD, run_kv = _run_layers(jax.checkpoint(layer) if remat else layer, weights["layers"][first:last], x_MD, run_cached)
-        kv += run_kv
+        layer = functools.partial(_layer, shape, first, places=places)
+        run_pages = None if pages is None else pages[first:last]
+        x_MD, written = _run_layers(jax.checkpoint(layer) if remat else layer, weights["layers"][first:last], x_MD, run_pages)
+        new_pages += written
     with jax.named_scope("head"):
         hidden_MD = rms_norm(x_MD, _value(weights["final_norm"]), eps=config.rms_norm_eps)
     if cache is not None:
-        added_B = length if num_new is None else num_new
-        keys, values = zip(*kv, strict=True)
-        cache = KVCache(keys=keys, values=values, length=cache.length + added_B)
+        keys, values = zip(*new_pages, strict=True)
+        cache = cache.replace(keys=keys, values=values)
     return hidden_MD.reshape(batch, length, config.hidden_size), cache
+
+
+def _angles(config, positions_BT, num_positions):
+    """Cosines and sines at each position; those behind the last one (padding) take its."""
+    cos_SK, sin_SK = rotary_table(num_positions, config.head_dim, config.rope_theta)
+    position_M = jnp.minimum(positions_BT, num_positions - 1).reshape(-1)
+    return jnp.asarray(cos_SK)[position_M], jnp.asarray(sin_SK)[position_M]
+
+
+def _places_in_rows(config, batch, length, positions_BT):
+    """Places without a cache."""
+    if positions_BT is None:
+        positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    return _Places(positions=positions_BT, angles=_angles(config, positions_BT, length))
+
+
+def _places_in_cache(config, cache, length, num_new_B):
+    """The cache with room for the new tokens, and their places."""
+    positions_BT = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+    cache = cache.extend(jnp.full_like(cache.length, length) if num_new_B is None else num_new_B, length)
+    # A cache without pages for all of them has no answer: NaN, not somebody else's keys.
+    angles = tuple(jnp.where(cache.overdrawn(), jnp.nan, x) for x in _angles(config, positions_BT, cache.capacity))
+    # Padding reads what its sequence has, and is ignored.
+    readable_B1 = jnp.clip(cache.length - 1, 0, cache.capacity - 1)[:, None]
+    return cache, _Places(
+        positions=jnp.minimum(positions_BT, readable_B1), angles=angles, tables=cache.tables, slots=cache.slots(positions_BT)
+    )
 
 
 def _runs(policy: Policy) -> list[tuple[int, int]]:
@@ -161,22 +207,22 @@ def _runs(policy: Policy) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(formats)], strict=True))
 
 
-def _run_layers(layer, weights, x_MD, cached):
+def _run_layers(layer, weights, x_MD, pages):
     """Applies layers of one format one after another. Several become one loop, so that compiling does not grow with depth.
 
-    Returns the hidden states and, with a cache, each layer's keys and values.
+    Returns the hidden states and, with a cache, each layer's pages.
     """
     if len(weights) == 1:
-        x_MD, kv = layer(weights[0], x_MD, cached=None if cached is None else cached[0])
-        return x_MD, [] if cached is None else [kv]
+        x_MD, written = layer(weights[0], x_MD, pages=None if pages is None else pages[0])
+        return x_MD, [] if pages is None else [written]
 
     def body(x_MD, each):
-        x_MD, kv = layer(each[0], x_MD, cached=each[1])
-        return x_MD, None if cached is None else kv
+        x_MD, written = layer(each[0], x_MD, pages=each[1])
+        return x_MD, None if pages is None else written
 
     stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
-    x_MD, kv = lax.scan(body, x_MD, (stack(weights), None if cached is None else stack(cached)))
-    return x_MD, [] if cached is None else [jax.tree.map(lambda leaf, i=i: leaf[i], kv) for i in range(len(weights))]
+    x_MD, written = lax.scan(body, x_MD, (stack(weights), None if pages is None else stack(pages)))
+    return x_MD, [] if pages is None else [jax.tree.map(lambda leaf, i=i: leaf[i], written) for i in range(len(weights))]
 
 
 def output_head(policy: Policy) -> Weight:
@@ -200,7 +246,12 @@ def forward(policy: Policy, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
 
 
 def scored_tokens(
-    policy: Policy, tokens: Int[Array, "B T"], truncation: Truncation, *, remat: bool = False
+    policy: Policy,
+    tokens: Int[Array, "B T"],
+    truncation: Truncation,
+    *,
+    positions: Int[Array, "B T"] | None = None,
+    remat: bool = False,
 ) -> tuple[Float[Array, "B T1"], Float[Array, "B T1"]]:
     """Log-probs of tokens 1..T-1 given what lies before them, and the entropies of the distributions; differentiable.
 
@@ -210,12 +261,14 @@ def scored_tokens(
       policy: with masters, gradients flow to them.
       tokens: [B, T] int32, T >= 2.
       truncation: the sampler's temperature, top-k and top-p: see `pallas_kernels.log_prob.api`.
+      positions: see `hidden_states`. Where a sequence ends inside a row, the column of its last token scores what follows, which
+        is no token of that sequence: mask it.
       remat: see `hidden_states`.
 
     Returns:
       Log-probs and entropies, each [B, T-1] float32 nats.
     """
-    hidden_BTD, _ = hidden_states(policy, tokens, remat=remat)
+    hidden_BTD, _ = hidden_states(policy, tokens, positions=positions, remat=remat)
     batch, length, width = hidden_BTD.shape
     head = output_head(policy)
     with jax.named_scope("head"):

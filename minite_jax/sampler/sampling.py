@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from minite_jax.model.cache import init_cache
+from minite_jax.model.cache import init_cache, pages_for_samples
 from minite_jax.model.forward import hidden_states, logits_of
 from minite_jax.model.policy import Policy
 from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits, sample_tokens
@@ -235,10 +235,14 @@ def request_keys(key, request_ids: UInt[Array, "P"], n: int):
     return fold_in(jnp.repeat(key_P, n), jnp.tile(jnp.arange(n), request_ids.shape[0]))
 
 
-def _prefill(policy, tokens_PL, length_P, capacity, chunk):
-    """Fills a cache with the prompts. Returns it and the hidden state of each prompt's last token."""
+def _prefill(policy, tokens_PL, length_P, params, chunk):
+    """Fills a cache with the prompts. Returns it and the hidden state of each prompt's last token.
+
+    The cache's pool has room for the samples too: as many pages as they can ever have at once, so it cannot run out.
+    """
     num_prompts, slots = tokens_PL.shape
-    cache = init_cache(policy.config, policy.recipe, num_prompts, capacity)
+    num_pages = pages_for_samples(num_prompts, params.n, slots, params.max_tokens)
+    cache = init_cache(policy.config, policy.recipe, num_prompts, slots + params.max_tokens, num_pages=num_pages)
     last_PD = jnp.zeros((num_prompts, policy.config.hidden_size), policy.recipe.compute_dtype)
     for start in range(0, slots, chunk):
         tokens_PT = tokens_PL[:, start : start + chunk]
@@ -263,8 +267,8 @@ def generate(
     """`sample` on padded arrays: pure, jitted, no host round trip per token."""
     num_prompts, slots = tokens.shape
     batch, new_slots = num_prompts * params.n, params.max_tokens
-    cache, last_PD = _prefill(policy, tokens, lengths, slots + new_slots, prefill_chunk or slots)
-    cache = cache.repeat(params.n)
+    cache, last_PD = _prefill(policy, tokens, lengths, params, prefill_chunk or slots)
+    cache = cache.fork(params.n)
     key_B = request_keys(key, request_ids, params.n)
     stop_ids = jnp.asarray(params.stop_ids, jnp.int32)
 
@@ -284,7 +288,9 @@ def generate(
         log_probs_BC = log_probs_BC.at[:, step].set(jnp.where(alive_B, log_prob_B, 0.0))
         mask_BC = mask_BC.at[:, step].set(alive_B)
         done_B = done_B | jnp.any(token_B[:, None] == stop_ids[None, :], axis=1)
-        hidden_B1D, cache = hidden_states(policy, token_B[:, None], cache)
+        # A finished sample's row goes on, without pages, and nobody reads what comes of it.
+        cache = cache.release(done_B)
+        hidden_B1D, cache = hidden_states(policy, token_B[:, None], cache, num_new=(~done_B).astype(jnp.int32))
         return step + 1, cache, hidden_B1D[:, 0], tokens_BC, log_probs_BC, mask_BC, done_B
 
     blank_BC = jnp.zeros((batch, new_slots), jnp.int32)

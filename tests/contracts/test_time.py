@@ -10,6 +10,7 @@ import pytest
 import minite_jax as mt
 from minite_jax.model import hidden_states, init_cache
 from minite_jax.model.forward import output_head
+from pallas_kernels.attention import key_block
 from pallas_kernels.log_prob import Truncation, token_log_prob
 
 full_forward = jax.jit(hidden_states)
@@ -24,11 +25,12 @@ def log_probs_of_hidden(policy, hidden_BTD, tokens_BT):
     return log_prob_M.reshape(tokens_BT.shape[0], -1)
 
 
-def poisoned_cache(world, batch, capacity):
-    """A cache whose free slots hold NaN."""
-    cache = init_cache(world.config, world.recipe, batch, capacity)
+def poisoned_cache(world, batch, capacity, num_pages=None):
+    """A cache whose slots hold NaN, and whose pool gives out its pages in no order."""
+    cache = init_cache(world.config, world.recipe, batch, capacity, num_pages=num_pages)
     poison = functools.partial(jax.tree.map, lambda x: jnp.full_like(x, jnp.nan))
-    return cache.replace(keys=poison(cache.keys), values=poison(cache.values))
+    free = jnp.asarray(np.random.default_rng(8).permutation(cache.pool.num_pages), jnp.int32)
+    return cache.replace(keys=poison(cache.keys), values=poison(cache.values), pool=cache.pool.replace(free=free))
 
 
 def through_cache(world, tokens_BT, lengths_B, chunk):
@@ -94,6 +96,48 @@ def test_chunks_of_a_prefill_and_samples_from_one_prefill(world, assert_same_bit
     alone = mt.sample(world.policy, world.prompts, sampling, key=jax.random.key(0), prefill_chunk=5)
     first = jax.tree.map(lambda x: x[:: world.sampling.n], world.rollouts)
     assert_same_bits((alone.tokens, alone.log_probs, alone.mask), (first.tokens, first.log_probs, first.mask))
+
+
+@pytest.mark.worlds("dense_nvfp4", slow=("moe_bf16",))
+def test_samples_share_pages_and_take_those_of_finished_ones(world, assert_same_bits):
+    """Two prompts, two samples of each, a pool that has room for all only after two of them have finished."""
+    size = key_block()
+    prompt, last, capacity = size + 3, 2 * size + 2, 4 * size
+    rng = np.random.default_rng(9)
+    tokens_BT = np.repeat(rng.integers(0, world.config.vocab_size, (2, capacity)), 2, axis=0).astype(np.int32)
+    tokens_BT[:, prompt:] = rng.integers(0, world.config.vocab_size, (4, capacity - prompt))
+    wanted_BTD, _ = full_forward(world.policy, jnp.asarray(tokens_BT))
+
+    cache = poisoned_cache(world, 2, capacity, num_pages=2 * (1 + 2 * 2))
+    _, cache = advance(world.policy, jnp.asarray(tokens_BT[::2, :prompt]), cache, jnp.full(2, prompt, jnp.int32))
+    cache = jax.jit(lambda cache: cache.fork(2))(cache)
+    tables = np.asarray(cache.tables)
+    assert (tables[::2, 0] == tables[1::2, 0]).all() and len(set(tables[:, :2].reshape(-1).tolist())) == 6
+
+    finished_B = np.zeros(4, bool)
+    had = set()
+    for start in range(prompt, capacity, size):
+        if start > last:
+            finished_B = np.array([True, False, False, True])
+            had = had or set(np.asarray(cache.tables)[finished_B, 1:3].reshape(-1).tolist())
+            cache = jax.jit(lambda cache, done: cache.release(done))(cache, jnp.asarray(finished_B))
+        here = slice(start, start + size)
+        new_BT = np.pad(tokens_BT[:, here], [(0, 0), (0, size - tokens_BT[:, here].shape[1])])
+        num_new_B = np.where(finished_B, 0, min(size, capacity - start)).astype(np.int32)
+        hidden_BTD, cache = advance(world.policy, jnp.asarray(new_BT), cache, jnp.asarray(num_new_B))
+        hidden_BTD = np.asarray(hidden_BTD)[:, : num_new_B.max()]
+        assert_same_bits(hidden_BTD[~finished_B], np.asarray(wanted_BTD)[~finished_B, here])
+    assert had & set(np.asarray(cache.tables)[~finished_B, 3].tolist()) and not cache.overdrawn()
+    # The prompts' full pages still have a user each.
+    assert (np.asarray(cache.pool.users)[tables[::2, 0]] == 1).all()
+
+
+@pytest.mark.worlds("dense_nvfp4")
+def test_a_cache_with_too_few_pages_answers_nan(world):
+    cache = init_cache(world.config, world.recipe, 2, 64, num_pages=1)
+    tokens, counts = jnp.zeros((2, 5), jnp.int32), jnp.full(2, 5, jnp.int32)
+    hidden_BTD, cache = advance(world.policy, tokens, cache, counts)
+    assert cache.overdrawn() and np.isnan(np.asarray(hidden_BTD, np.float32)).all()
 
 
 @pytest.mark.worlds("dense_nvfp4")
