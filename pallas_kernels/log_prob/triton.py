@@ -7,9 +7,10 @@ still keeps many processors busy. The sampler (a few rows) and the learner (many
 that are right to about 2^-22 + 2^-23 |logit - maximum|; the logarithm, the maximum and the token's logit are joined in float32.
 
 **Backward.** The row's maximum, the logarithm of its sum, its entropy and its cut (`triton_sampling`) are kept from the forward;
-logits are computed again, a slice of the vocabulary at a time for all rows. Then a slice's gradient of the head is final when it
-is written, and what is added up over slices is the gradient of `hidden`: [M, D], not [V, D]. The gradient of the logits is in the
-operands' type.
+logits are computed again, a slice of the vocabulary at a time for all rows. They have the bits that they had in the forward,
+since an element of `matmul` does not know its neighbours, so that the cut drops the same tokens. A slice's gradient of the head
+is final when it is written, and what is added up over slices is the gradient of `hidden`: [M, D], not [V, D]. The gradient of the
+logits is in the operands' type.
 
 **Memory.** Forward: logits of `LOGITS_BYTES` at most (or of 128 rows), and a quarter of that where tokens are dropped. Backward:
 logits of `LOGITS_BYTES` at most (or of 1024 columns) and their gradient (half as much in bfloat16), that slice of the head, the
@@ -234,7 +235,7 @@ def token_log_prob_gradients(hidden_MD, head, tokens_M, truncation, saved, dlog_
         dhead_WD = matmul_wgrad(hidden_MD, dlogits_MW) if wants_head else None
         return matmul_dgrad(dlogits_MW, head_WD, out_dtype=jnp.float32), dhead_WD
 
-    width = max(_LEAST_COLUMNS, LOGITS_BYTES // (4 * num_rows) // _LEAST_COLUMNS * _LEAST_COLUMNS)
+    width = max(_LEAST_COLUMNS, LOGITS_BYTES // (4 * max(1, num_rows)) // _LEAST_COLUMNS * _LEAST_COLUMNS)
     if width >= vocab_size:
         return gradients(jnp.int32(0), jnp.int32(0), vocab_size)
     # The last slice comes first: it begins earlier, so as to be as wide as the others, and the rows that it has from the slice

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits, sample_tokens, token_log_prob, triton
+from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits, sample_tokens, token_log_prob
 from pallas_kernels.matmul import matmul
 
 pytestmark = pytest.mark.gpu
@@ -146,10 +146,20 @@ def test_a_row_has_its_bits_alone_in_a_batch_and_in_the_learners_chunks(name):
 def test_odd_vocabularies_in_chunks_and_whole(monkeypatch, vocab_size, dtype):
     truncation = _TRUNCATIONS["both"]
     hidden, head, tokens = _operands(300, 64, vocab_size, dtype)
-    monkeypatch.setattr(triton, "LOGITS_BYTES", 1)
+    monkeypatch.setattr("pallas_kernels.log_prob.triton.LOGITS_BYTES", 1)
     in_chunks = jax.jit(lambda *inputs: token_log_prob(*inputs, truncation, implementation="triton"))(hidden, head, tokens)
     _same(in_chunks, _of_logits(_logits_of(hidden, head), tokens, truncation))
     _same(jax.tree.map(lambda x: x[:1], in_chunks), _of_hidden(hidden[:1], head, tokens[:1], truncation))
+
+
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32))
+@pytest.mark.parametrize("vocab_size", (5003, 151669, 151936))
+def test_logits_of_a_slice_of_the_head_are_those_of_the_whole(vocab_size, dtype):
+    # The backward compares them with a cut that the forward made; the slice may run as another kernel.
+    hidden, head, _ = _operands(256, 2048 if dtype == jnp.bfloat16 else 256, vocab_size, dtype)
+    whole = np.asarray(_logits_of(hidden, head))
+    for start in (0, 1024, vocab_size - 2048):
+        _same(_logits_of(hidden, head[start : start + 2048]), whole[:, start : start + 2048])
 
 
 @pytest.mark.parametrize("name", _TRUNCATIONS)
@@ -165,7 +175,7 @@ def test_gradients_against_float64(monkeypatch, name, dtype, columns):
     tokens = jnp.asarray(np.argmax(np.where(kept, np.random.default_rng(1).random(kept.shape), -1), axis=1), jnp.int32)
     g = np.random.default_rng(6).standard_normal((2, rows)).astype(np.float32)
     if columns == "in slices":  # five, of which two overlap
-        monkeypatch.setattr(triton, "LOGITS_BYTES", 1)
+        monkeypatch.setattr("pallas_kernels.log_prob.triton.LOGITS_BYTES", 1)
 
     @jax.jit
     def run(hidden, master, g):
@@ -267,6 +277,8 @@ def test_inside_a_while_loop():
 
 @pytest.mark.parametrize("width", (2048, 4096))
 def test_memory(width):
+    from pallas_kernels.log_prob import triton  # not at the top: a machine without a GPU may have no Triton
+
     shape = jax.ShapeDtypeStruct
     rows, vocab_size = 8192, 151936
     hidden, head = shape((rows, width), jnp.bfloat16), shape((vocab_size, width), jnp.bfloat16)
