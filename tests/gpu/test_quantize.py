@@ -88,6 +88,22 @@ def test_every_bfloat16_number_under_every_scale():
     _assert_equal(nvfp4.quantize(x, rule, implementation="triton"), _reference(x, rule))
 
 
+@pytest.mark.parametrize("k", [80, 768, 2048])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**-85])
+def test_ties_between_the_candidates(k, scale):
+    """Where errors have equal sums, the float32 sums of the reference may still differ: tiny numbers among multiples of 1/4."""
+    rng = np.random.default_rng(k)
+    x = rng.integers(-24, 25, (4096, k)) / 4
+    x[:, ::16] = 6
+    tiny = rng.standard_normal(x.shape) * np.exp2(rng.integers(-30, -11, x.shape))
+    x = jnp.asarray((np.where(rng.random(x.shape) < 0.3, tiny, x) * scale).astype(jnp.bfloat16))
+    rule = RULES["fp8_exact"]
+    ours = nvfp4.quantize(x, rule, implementation="triton")
+    _assert_equal(ours, _reference(x, rule))
+    expanded = nvfp4.quantize_expanded(x, rule, implementation="triton")
+    np.testing.assert_array_equal(_bits(expanded.values.astype(jnp.float32)), _bits(nvfp4.block_values(ours)))
+
+
 @pytest.mark.parametrize("k", [144, 2048])
 def test_rows_do_not_depend_on_their_number_or_neighbours(k):
     rule = RULES["fp8_exact"]

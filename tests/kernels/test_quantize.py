@@ -10,6 +10,9 @@ CASES = [f"{kind}-{k}" for kind in ("packed", "expanded") for k in KS] + [
     "given-80", "silu_mul-768", "rms_norm-80", "float32-80", "te-80", "four_over_six-80", "expand-80", "dequantize-80",
 ]  # fmt: skip
 
+# The two candidates' errors have equal sums, but not the float32 sums of the reference.
+TIE = [2.0**-23, 2.5, 5.75, 3.75, 6, 3, 4.25, 5.75, 1.75, 4.25, 6, 1.25, 3.5, 1.75, 0.75, 2.0**-23]
+
 
 def _data(m, k, dtype):
     """Rows of very different sizes, with zeros of both signs, ties, subnormal numbers, infinity and NaN."""
@@ -19,6 +22,7 @@ def _data(m, k, dtype):
     x[4] = np.tile([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -5, 1e-40, -1e-40, 384, 4, 8.25, 7], k // 16)
     x[5, :16] = -0.0
     x[6, 7], x[7, 8] = np.inf, np.nan
+    x[8] = np.tile(TIE, k // 16)
     return jnp.asarray(x.astype(dtype))
 
 
@@ -92,7 +96,7 @@ def test_bits_are_the_references(child, case):
 
 def test_compiled(child):
     for found in child("compile")["quantize"].values():
-        assert found["atomics"] == found["mma"] == 0
+        assert found["atomics"] == 0
         assert found["wide_loads"] > 0  # 16 bytes a lane
 
 
