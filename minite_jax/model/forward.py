@@ -26,8 +26,9 @@ from pallas_kernels.embedding import embed
 from pallas_kernels.log_prob import Truncation, token_log_prob
 from pallas_kernels.matmul import matmul
 from pallas_kernels.numerics import round_to
+from pallas_kernels.qk_norm_rotary import qk_norm_rotary
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.rotary import rotary, rotary_table
+from pallas_kernels.rotary import rotary_table
 
 
 def _add(x_MD, y_MD):
@@ -67,13 +68,9 @@ def _attention_block(policy, layer, weights, x, places, pages):
     format = policy.format_of(ATTENTION, layer)
 
     qkv_MHK = linear(format, x, weights["qkv"].stored, weights["qkv"].master).reshape(-1, H + 2 * N, K)
-    q_MHK, k_MNK, v_MNK = jnp.split(qkv_MHK, (H, H + N), axis=1)
-
-    def normalized(x, name):
-        return rms_norm(x.reshape(-1, K), _value(weights[name]), eps=config.rms_norm_eps).reshape(x.shape)
-
-    q_MHK = rotary(normalized(q_MHK, "q_norm"), *places.angles)
-    k_MNK = rotary(normalized(k_MNK, "k_norm"), *places.angles)
+    norms = (_value(weights["q_norm"]), _value(weights["k_norm"]))
+    sizes = dict(num_heads=H, num_kv_heads=N, eps=config.rms_norm_eps)
+    q_MHK, k_MNK, v_MNK = qk_norm_rotary(qkv_MHK, *norms, *places.angles, **sizes)
     q_BTHK = q_MHK.reshape(batch, length, H, K)
     k_BTNK, v_BTNK = k_MNK.reshape(batch, length, N, K), v_MNK.reshape(batch, length, N, K)
     if pages is None:
