@@ -1,0 +1,357 @@
+"""What the Mosaic matmuls are made of: a ring of tiles in shared memory, one warpgroup that fills it, two that multiply.
+
+A thread block holds two warpgroups that multiply and one that does nothing but ask the TMA unit for the next tiles of both
+operands. They meet at a ring of `stages` slots in shared memory: a slot is loaded ("full"), multiplied, and given back ("empty").
+The loader runs ahead into the next tile of the output while the multipliers still store the last one. As many blocks as there
+are processors go through all tiles of the output; which tile is whose is arithmetic on the tile's number.
+
+*Together* (the default): both multipliers work on one tile, each on its own rows, and share the other operand.
+*In turns* (`Config.turns`): each has a tile and a ring of its own. The loader fills the rings tile after tile, so that one
+multiplier stores while the other has the tensor cores: for sums so short that storing takes as long as multiplying.
+
+A kernel (`mosaic.py`) says what its tiles are (`Work`); `run` does the rest.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK_K = 64  # summed in one step: 128 bytes, the width of the swizzle
+_CHUNK_BYTES = 128  # of a row, stored by one copy
+_CHUNK_ROWS = 64
+_HOPPER_PROCESSORS = 132
+_MULTIPLIERS = 2  # warpgroups
+_REGISTERS = (40, 232)  # of a loader's and of a multiplier's thread
+# Pallas can put a barrier of the warpgroup around every access to shared memory. Here threads meet where it is said: at the
+# ring's barriers, in `commit_smem`, and in `wait_smem_to_gmem`.
+AUTOMATIC_BARRIERS = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut. Changes speed, never bits.
+
+    Attributes:
+      rows: rows of the output tile of one warpgroup, 64 or 128.
+      columns: columns of the output tile, up to 256.
+      stages: slots of a ring.
+      turns: each multiplier has tiles and a ring of its own.
+      cluster: 2: two blocks load an operand together that both need; 1: each loads its own.
+      share: what the blocks of a cluster share: "a" (tiles side by side) or "b" (tiles one above the other, not for groups).
+      width: this many tiles of rows go through all columns together, so that what is read again is in the cache.
+    """
+
+    rows: int = 64
+    columns: int = 256
+    stages: int = 4
+    turns: bool = False
+    cluster: int = 1
+    share: str = "b"
+    width: int = 8
+
+    @property
+    def parts(self) -> int:
+        """Multipliers that share a tile."""
+        return 1 if self.turns else _MULTIPLIERS
+
+    @property
+    def rings(self) -> int:
+        return _MULTIPLIERS if self.turns else 1
+
+    @property
+    def tile_rows(self) -> int:
+        return self.rows * self.parts
+
+
+def swizzled(dtype) -> tuple:
+    """Rows of 128 bytes in the order that the tensor cores read without bank conflicts."""
+    width = _CHUNK_BYTES // jnp.dtype(dtype).itemsize
+    return (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(_CHUNK_BYTES))
+
+
+def two_views(shape, dtype) -> plgpu.RefUnion:
+    """Shared memory [.., R, 128 bytes] as the tensor cores and registers see it, and as the TMA unit sees it.
+
+    The bytes are the same: 8 rows of 128 bytes after 8 rows of 128 bytes are R rows of 128 bytes. But Mosaic copies tiled memory
+    only from rows whose number it knows to be a multiple of 8, and groups begin at any row.
+    """
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)),
+        plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(_CHUNK_BYTES),)),
+    )
+
+
+def two_views_of_tiles(shape, dtype) -> plgpu.RefUnion:
+    """The same for [.., R, C] with rows longer than 128 bytes: the TMA unit sees 8-row groups of tiles of 8 x 128 bytes."""
+    *leading, rows, columns = shape
+    width = _CHUNK_BYTES // jnp.dtype(dtype).itemsize
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)),
+        plgpu.SMEM((*leading, rows // 8, columns // width, 8, width), dtype, transforms=(plgpu.SwizzleTransform(_CHUNK_BYTES),)),
+    )
+
+
+def views(union, interpret) -> tuple:
+    """The views of `two_views`. Pallas's interpreter knows no layouts and keeps each view by itself: there the first is both."""
+    tiled, rows = union
+    return (tiled, tiled) if interpret else (tiled, rows)
+
+
+def _scratch(config: Config, a_smem, b_smem, out_dtype, copies: int) -> dict:
+    slots = config.rings * config.stages
+    chunk = (_CHUNK_ROWS, _CHUNK_BYTES // jnp.dtype(out_dtype).itemsize)
+    # A slot comes back from every multiplier that reads it, in every block that it was sent to.
+    readers = config.parts
+    if config.cluster > 1:
+        empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=readers, num_barriers=slots)
+    else:
+        empty = plgpu.Barrier(num_arrivals=readers, num_barriers=slots)
+    return dict(
+        a_smem=a_smem,
+        b_smem=b_smem,
+        out_smem=two_views((_MULTIPLIERS, 2, *chunk), out_dtype),  # two chunks on their way out for each multiplier
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
+        empty=empty,
+        joined=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
+    )
+
+
+def _block() -> tuple[jax.Array, int]:
+    """This block's place among those that choose tiles (a cluster chooses as one), and how many there are."""
+    return lax.axis_index("block"), lax.axis_size("block")
+
+
+def _my_tiles(num_tiles):
+    """How many tiles this block has, if it takes every `lax.axis_size`-th one."""
+    first, stride = _block()
+    return lax.div(num_tiles - first + stride - 1, jnp.int32(stride))
+
+
+def _load_tiles(config: Config, num_tiles, steps_of_tile, copy, full, empty) -> None:
+    """The loader: `copy(tile, k, slot)` for each step of each tile, as slots become empty."""
+    plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+    first, stride = _block()
+
+    def load_tile(i, taken):
+        tile = first + i * stride
+        ring = lax.rem(i, config.rings) if config.rings > 1 else jnp.int32(0)
+        done = taken[0] if config.rings == 1 else jnp.where(ring == 0, taken[0], taken[1])
+
+        def load(k, _):
+            step = done + k
+            slot = ring * config.stages + lax.rem(step, jnp.int32(config.stages))
+
+            @pl.when(step >= config.stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            copy(tile, k, slot)
+
+        steps = steps_of_tile(tile)
+        lax.fori_loop(0, steps, load, None)
+        return tuple(each + jnp.where(ring == r, steps, 0) for r, each in enumerate(taken))
+
+    taken = lax.fori_loop(0, _my_tiles(num_tiles), load_tile, (jnp.int32(0),) * config.rings)
+    # Every slot comes back before the block ends, from neighbours too.
+    for ring, done in enumerate(taken):
+
+        def wait(step, _, ring=ring):
+            plgpu.barrier_wait(empty.at[ring * config.stages + lax.rem(step, jnp.int32(config.stages))])
+
+        lax.fori_loop(jnp.maximum(done - config.stages, 0), done, wait, None)
+
+
+def _multiply_tiles(config: Config, num_tiles, steps_of_tile, multiply_tile) -> None:
+    """A multiplier: `multiply_tile(tile, steps, slot_of)` for each of its tiles; slot_of(k) is the slot of step k."""
+    plgpu.set_max_registers(_REGISTERS[1], action="increase")
+    multiplier = lax.axis_index("multiplier")
+    first, stride = _block()
+    ring = multiplier if config.turns else 0
+
+    def one(i, done):
+        if config.turns:
+            i = i * _MULTIPLIERS + multiplier
+        tile = first + i * stride
+        steps = steps_of_tile(tile)
+        multiply_tile(tile, steps, lambda k: ring * config.stages + lax.rem(done + k, jnp.int32(config.stages)))
+        return done + steps
+
+    count = _my_tiles(num_tiles)
+    if config.turns:
+        count = lax.div(count - multiplier + 1, jnp.int32(_MULTIPLIERS))
+    lax.fori_loop(0, count, one, jnp.int32(0))
+
+
+def store_tile(total, out_at, rows, first_row, first_column, chunks, leaving) -> None:
+    """Stores the first `rows` rows of a multiplier's tile, in chunks, from registers through shared memory.
+
+    Args:
+      total: the tile, float32.
+      out_at: (row, number of rows, column, number of columns) to a part of the output.
+      rows: how many rows are the group's; None: all. Fewer than the tile's only for small groups.
+      first_row, first_column: of the tile, in the output.
+      chunks, leaving: the two views of shared memory.
+    """
+    multiplier = lax.axis_index("multiplier")
+    height, width = chunks.shape[2:]
+    tile_rows, tile_columns = total.shape
+    places = [(r, c) for r in range(0, tile_rows, height) for c in range(0, tile_columns, width)]
+
+    def store(copy_chunk) -> None:
+        for i, (r, c) in enumerate(places):
+            slot = i % 2
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the chunk before the last has left
+            chunks[multiplier, slot] = total[r : r + height, c : c + width].astype(chunks.dtype)
+            plgpu.commit_smem()
+            copy_chunk(leaving.at[multiplier, slot], r, first_column + c)
+
+    def copy_all(chunk, r, column) -> None:
+        plgpu.copy_smem_to_gmem(chunk, out_at(first_row + r, height, column, width))
+
+    def copy_some(chunk, r, column) -> None:
+        left = jnp.clip(rows - r, 0, height)
+
+        def copy_rows(done, number) -> None:
+            part = chunk.at[pl.ds(done, number)]
+            plgpu.copy_smem_to_gmem(part, out_at(first_row + r + done, number, column, width), commit_group=False)
+
+        lax.fori_loop(0, lax.div(left, jnp.int32(8)), lambda i, _: copy_rows(8 * i, 8), None)
+        for number in (4, 2, 1):
+            pl.when((left & number) != 0)(lambda number=number: copy_rows(left & ~(2 * number - 1), number))
+        plgpu.commit_smem_to_gmem_group()
+
+    if rows is None:
+        store(copy_all)
+        return
+
+    @pl.when(rows == tile_rows)
+    def _():
+        store(copy_all)
+
+    @pl.when((rows > 0) & (rows < tile_rows))
+    def _():
+        store(copy_some)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """What the warpgroups of a block share: slots of both operands, chunks on their way out, and barriers."""
+
+    a_smem: Any
+    b_smem: Any
+    out_smem: Any
+    full: Any
+    empty: Any
+    joined: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a kernel says about its tiles.
+
+    Attributes:
+      num_tiles: of the output.
+      steps: tile -> how many steps its sum has.
+      copy: (tile, step, slot): asks for the operands of a step.
+      multiply: (tile, steps, slot_of): sums a multiplier's part of a tile and stores it; slot_of(k) is the slot of step k.
+    """
+
+    num_tiles: Any
+    steps: Callable
+    copy: Callable
+    multiply: Callable
+
+
+def sum_steps(ring: Ring, shape: tuple[int, int], steps, slot_of, product, *, whole=None, prepare=None) -> jax.Array:
+    """The float32 sum over all steps of a tile, each slot waited for and given back.
+
+    Args:
+      ring: the block's.
+      shape: of the sum.
+      steps: how many.
+      slot_of: the slot of a step.
+      product: (reference to the sum, slot): adds a step's product.
+      whole: how many steps need no `prepare`; None: all.
+      prepare: (slot): done to a loaded slot before it is multiplied.
+    """
+
+    def sum_up(total_ref):
+        def step(s, _, *, prepare):
+            slot = slot_of(s)
+            plgpu.barrier_wait(ring.full.at[slot])
+            if prepare is not None:
+                prepare(slot)
+            product(total_ref, slot)
+            plgpu.wgmma_wait(1)  # the step before this one is done, its slot free
+
+            @pl.when(s > 0)
+            def _():
+                plgpu.barrier_arrive(ring.empty.at[slot_of(s - 1)])
+
+        lax.fori_loop(0, steps if whole is None else whole, functools.partial(step, prepare=None), None)
+        if whole is not None:
+            lax.fori_loop(whole, steps, functools.partial(step, prepare=prepare), None)
+        return total_ref[...]
+
+    total = pl.run_scoped(sum_up, plgpu.ACC(shape, jnp.float32))
+
+    @pl.when(steps > 0)
+    def _():
+        plgpu.barrier_arrive(ring.empty.at[slot_of(steps - 1)])
+
+    return total
+
+
+def run(
+    work_of, inputs, config: Config, out_type, a_smem, b_smem, *, copies: int, processors: int | None, interpret
+) -> jax.Array:
+    """Runs a kernel.
+
+    Args:
+      work_of: (references to the inputs, reference to the output, the ring) -> `Work`.
+      inputs: arrays.
+      config: how the work is cut.
+      out_type: shape and type of the output.
+      a_smem, b_smem: the slots of both operands.
+      copies: of a step, each of which arrives by itself.
+      processors: thread blocks to start; None: as many as the device has processors.
+      interpret: parameters of Pallas's interpreter, for a machine without a GPU.
+    """
+    if processors is None:
+        device = jax.devices()[0]
+        processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS
+
+    def body(*refs, **shared):
+        work = work_of(refs[:-1], refs[-1], Ring(**shared))
+
+        def load():
+            _load_tiles(config, work.num_tiles, work.steps, work.copy, shared["full"], shared["empty"])
+
+        def multiply_all():
+            _multiply_tiles(config, work.num_tiles, work.steps, work.multiply)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        lax.cond(lax.axis_index("multiplier") == _MULTIPLIERS, load, multiply_all)
+
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=_scratch(config, a_smem, b_smem, out_type.dtype, copies),
+        grid=(processors // config.cluster,),
+        grid_names=("block",),
+        cluster=(config.cluster,) if config.cluster > 1 else (),
+        cluster_names=("cluster",) if config.cluster > 1 else (),
+        num_threads=_MULTIPLIERS + 1,
+        thread_name="multiplier",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, unsafe_no_auto_barriers=not AUTOMATIC_BARRIERS
+        ),
+        interpret=interpret,
+    )(*inputs)
