@@ -43,7 +43,7 @@ __all__ = ["kept_tokens", "log_prob_of_logits", "sample_tokens", "token_log_prob
 # Most bytes of float32 logits that are held at once.
 LOGITS_BYTES = 2**29
 _LEAST_ROWS, _LEAST_COLUMNS = 128, 1024
-_COLUMNS = 2048  # of one program of the backward
+_COLUMNS = 1024  # of one program of the backward
 
 _LN2_HIGH, _LN2_LOW = tl.constexpr(0.693145751953125), tl.constexpr(1.4286068203094173e-06)
 _SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)

@@ -27,7 +27,6 @@ import triton.language as tl
 from jax import lax
 
 from pallas_kernels import gpu
-from pallas_kernels.numerics import divide
 from pallas_kernels.triton_numerics import padded
 
 # A row is cut into chunks of so many columns, each with a program of its own: sums are cut there too, so this is part of a row's
@@ -88,6 +87,19 @@ def _maxima_kernel(
     column = (tl.program_id(0) % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * VOCABULARY + column, mask=column < VOCABULARY, other=float("-inf"))
     tl.store(maxima + tl.program_id(0), tl.max(processed(x, TEMPERATURE), axis=0))
+
+
+@triton.jit
+def _divided_kernel(
+    logits, divided,
+    VOCABULARY: tl.constexpr, TEMPERATURE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Logits after temperature: XLA's division is not correctly rounded, and these order the tokens as the cut does."""
+    row = tl.program_id(0).to(tl.int64) // CHUNKS
+    column = (tl.program_id(0) % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
+    inside = column < VOCABULARY
+    x = tl.load(logits + row * VOCABULARY + column, mask=inside, other=0.0)
+    tl.store(divided + row * VOCABULARY + column, processed(x, TEMPERATURE), mask=inside)
 
 
 @triton.jit
@@ -258,13 +270,23 @@ def _kept_kernel(
 # --- launches ------------------------------------------------------------------------------------------------------------------
 
 
-def maxima_launch(num_rows: int, vocab_size: int, temperature: float) -> gpu.Launch:
-    """Input: logits [M, V] float32. Output: [M, CHUNKS] float32."""
+def _chunk_launch(kernel, out_shape, num_rows: int, vocab_size: int, temperature: float) -> gpu.Launch:
+    """A program for each chunk of each row, which needs to know nothing about the row's others."""
     constants = geometry(vocab_size)
     del constants["SIZE"]
-    chunks = constants["CHUNKS"]
-    out_shape = gpu.outputs(((num_rows, chunks), jnp.float32))
-    return gpu.Launch(_maxima_kernel, out_shape, (num_rows * chunks,), dict(TEMPERATURE=temperature, **constants), num_warps=4)
+    grid = (num_rows * constants["CHUNKS"],)
+    return gpu.Launch(kernel, gpu.outputs(out_shape), grid, dict(TEMPERATURE=temperature, **constants), num_warps=4)
+
+
+def maxima_launch(num_rows: int, vocab_size: int, temperature: float) -> gpu.Launch:
+    """Input: logits [M, V] float32. Output: [M, CHUNKS] float32."""
+    out_shape = (num_rows, geometry(vocab_size)["CHUNKS"]), jnp.float32
+    return _chunk_launch(_maxima_kernel, out_shape, num_rows, vocab_size, temperature)
+
+
+def divided_launch(num_rows: int, vocab_size: int, temperature: float) -> gpu.Launch:
+    """Input and output: logits [M, V] float32."""
+    return _chunk_launch(_divided_kernel, ((num_rows, vocab_size), jnp.float32), num_rows, vocab_size, temperature)
 
 
 def pass_launch(
@@ -298,11 +320,7 @@ def cut_launch(num_rows: int, vocab_size: int, temperature: float, *, by_mass: b
 
 def kept_launch(num_rows: int, vocab_size: int, temperature: float) -> gpu.Launch:
     """Inputs: logits [M, V] float32, cut [M] int32 twice. Output: [M, V] int8."""
-    constants = geometry(vocab_size)
-    del constants["SIZE"]
-    out_shape = gpu.outputs(((num_rows, vocab_size), jnp.int8))
-    grid = (num_rows * constants["CHUNKS"],)
-    return gpu.Launch(_kept_kernel, out_shape, grid, dict(TEMPERATURE=temperature, **constants), num_warps=4)
+    return _chunk_launch(_kept_kernel, ((num_rows, vocab_size), jnp.int8), num_rows, vocab_size, temperature)
 
 
 # --- the operations ------------------------------------------------------------------------------------------------------------
@@ -342,14 +360,15 @@ def kept_tokens(logits_MV, truncation) -> jax.Array:
 
 
 def sample_tokens(logits_MV, keys_M, truncation, kept_MV) -> jax.Array:
-    """The reference's noise and choice, without its tiles: single elementwise operations and a maximum, which XLA keeps. The
-    noise of at most `_DRAW_BYTES` of logits is held at once."""
+    """The reference's noise and choice, without its tiles: elementwise operations that leave XLA nothing to contract, and a
+    maximum. The noise of at most `_DRAW_BYTES` of logits is held at once."""
     impl, vocab_size = jax.random.key_impl(keys_M), logits_MV.shape[1]
 
     def draw(rows):
         logits_RV, key_data_R, kept_RV = rows
-        if temperature_of(truncation) != 1.0:
-            logits_RV = divide(logits_RV, jnp.float32(truncation.temperature))
+        temperature = temperature_of(truncation)
+        if temperature != 1.0:
+            (logits_RV,) = gpu.run(divided_launch(*logits_RV.shape, temperature), logits_RV)
         if kept_RV is not None:
             logits_RV = jnp.where(kept_RV, logits_RV, -jnp.inf)
         if not truncation.greedy:

@@ -137,10 +137,11 @@ def _compiled():
         launch = triton_sampling.pass_launch(rows, vocab_size, 0.7, number=number, **settings)
         yield f"pass {number}", launch, (logits, *cut, maxima, sums, digits, floats, floats)
     launch = triton_sampling.cut_launch(rows, vocab_size, 0.7, by_mass=True, has_cut=True)
+    yield "divided", triton_sampling.divided_launch(rows, vocab_size, 0.7), (logits,)
     yield "cut", launch, (logits, *cut, maxima, counts, digits, floats, floats)
 
 
-_COMPILED = ("chunks", "rows", "gradient", "pass 0", "pass 1", "pass 8", "cut")
+_COMPILED = ("chunks", "rows", "gradient", "pass 0", "pass 1", "pass 8", "divided", "cut")
 
 
 @pytest.mark.parametrize("name", _KEPT)
@@ -153,7 +154,7 @@ def test_what_is_kept_is_what_sorting_keeps(child, name):
 def test_compiled_without_atomics(child, name, capability):
     found = child("compile")[name][capability]
     assert found["atomics"] == found["mma"] == 0
-    if name.startswith(("chunks", "gradient", "pass 0")):
+    if name.startswith(("chunks", "gradient", "pass 0", "divided")):
         assert found["wide_loads"] > 0
 
 
