@@ -4,11 +4,14 @@ One kernel serves both, so that both give the same bits. A program has a tile of
 its tile are the tokens times the query heads of that head, so keys and values are read once for all of them. A tile has at least
 64 rows, filled up where there are fewer, so that every bfloat16 product is one kind of tensor-core instruction.
 
-What a row's bits are made of: keys in steps of one or two blocks of `KEY_BLOCK`, counted from the start of the sequence; an
-online softmax over the steps of a chunk of `CHUNK_BLOCKS` blocks, which starts from nothing; the chunks merged in order. Chunks
-stand alone, so different programs may take them (decoding few long sequences), and `merge_kernel` then merges as one program
-does. Steps that a row does not see multiply by one and add zero. Nothing depends on the tile, the neighbours, or where a key
-lies in memory.
+What a row's bits are made of: keys in blocks of `KEY_BLOCK`, counted from the start of the sequence; an online softmax over the
+blocks of a chunk of `CHUNK_BLOCKS`, which starts from nothing; the chunks merged in order. Chunks stand alone, so different
+programs may take them (decoding few long sequences), and `merge_kernel` then merges as one program does. Blocks that a row does
+not see multiply by one and add zero. Nothing depends on the tile, the neighbours, or where a key lies in memory.
+
+On Hopper the loop over blocks is skewed: it adds the values of the block before, starts on the scores of the block after, and
+computes the softmax of this one meanwhile. Tensor cores and exponentials then work at the same time within a program. Elsewhere
+the loop is plain; both do the same operations.
 
 Scores are scaled in base 2: with s = q . k and c = log2(e) / sqrt(K), a weight is 2 ** (s c - max). The log-sum-exp that the
 backward reads is in base 2 as well: lse = max + log2(sum), so that a probability is 2 ** (s c - lse).
@@ -30,8 +33,7 @@ from pallas_kernels.triton_numerics import round_to
 
 __all__ = ["CHUNK_BLOCKS", "KEY_BLOCK", "attention", "attention_backward", "paged_attention"]
 
-KEY_BLOCK = 64  # slots of a page; sequences that are packed start at multiples of it
-STEP_BLOCKS = 2  # blocks per step of the online softmax, 1 or 2: the sums are rescaled once for both
+KEY_BLOCK = 64  # keys per step of the online softmax; a page of the cache
 CHUNK_BLOCKS = 32  # blocks that share an online softmax: 2048 keys
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -72,30 +74,78 @@ def _weighted_mean(total, acc):
 
 
 @triton.jit
-def _pages(tables_ptr, two, slot, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Where each slot of a step finds its page, less the slot's own distance: one offset, or [STEP, 1] for two pages. `two`:
-    whether the second page is there."""
-    page = tl.load(tables_ptr)
-    if STEP == BLOCK:
-        offset = page.to(tl.int64) * (BLOCK * WIDTH)
+def _wait(x):
+    """x, once Hopper's tensor cores are done. Without it the assembler sees the scores of the next block read while they are
+    computed, in the copy at the end of the loop, and lets only one product run at a time."""
+    if not _INTERPRETED:
+        x = tl.inline_asm_elementwise("wgmma.wait_group.sync.aligned 0;", "=f,=f,0,1", [x], tl.float32, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
+def _place(tables_ptr, j, there, PAGED: tl.constexpr, SIZE: tl.constexpr):
+    """Where block j begins, in numbers; any place where it is not there."""
+    if PAGED:
+        place = tl.load(tables_ptr + j, mask=there, other=0).to(tl.int64) * SIZE
     else:
-        tl.static_assert(STEP == 2 * BLOCK)
-        second = tl.load(tables_ptr + 1, mask=two, other=1)
-        offset = (tl.where(slot < BLOCK, page, second - 1).to(tl.int64) * (BLOCK * WIDTH))[:, None]
-    return offset
+        place = j * SIZE
+    return place
+
+
+@triton.jit
+def _rows_of(x_ptr, offsets, slot, last):
+    """A block of keys or values. Behind the last slot may be anything, and zero times NaN is NaN."""
+    return tl.load(x_ptr + offsets, mask=(slot <= last)[:, None], other=0.0)
+
+
+@triton.jit
+def _softmax(scores, max_, sum_, SCALE: tl.constexpr):
+    """The weights of a block, what to multiply earlier values by, the new maximum and the new sum."""
+    new_max = tl.maximum(max_, tl.max(scores, axis=1) * SCALE)
+    subtract = _finite(new_max)
+    weights = tl.exp2(tl.fma(scores, SCALE, -subtract[:, None]))
+    rescale = tl.exp2(max_ - subtract)
+    return weights, rescale, new_max, sum_ * rescale + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def _scores(q, keys):
+    return tl.dot(q, tl.trans(_operand(keys)), input_precision="ieee")
+
+
+@triton.jit
+def _add_values(acc, rescale, weights, values):
+    acc = acc * rescale[:, None]
+    return tl.dot(_operand(round_to(weights, values.dtype)), _operand(values), acc, input_precision="ieee")
+
+
+@triton.jit
+def _skewed_step(
+    j, end, first, scores, weights, rescale, max_, sum_, acc, q, k_ptr, v_ptr, tables_ptr, offsets, slot, last_slot, row_last,
+    PAGED: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values of block j - 1 (from `first` on), scores of block j + 1, softmax of block j."""
+    place = _place(tables_ptr, j - 1, j > first, PAGED, SIZE)
+    values = _rows_of(v_ptr, place + offsets, (j - 1) * BLOCK + slot, tl.where(j > first, last_slot, -BLOCK - 1))
+    acc = _add_values(acc, rescale, weights, values)
+    place = _place(tables_ptr, j + 1, j + 1 < end, PAGED, SIZE)
+    next_scores = _scores(q, _rows_of(k_ptr, place + offsets, (j + 1) * BLOCK + slot, last_slot))
+    if MASKED:
+        scores = tl.where((j * BLOCK + slot)[None, :] <= row_last[:, None], scores, float("-inf"))
+    weights, rescale, max_, sum_ = _softmax(scores, max_, sum_, SCALE)
+    return next_scores, weights, rescale, max_, _wait(sum_), acc
 
 
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, positions_ptr, batch, length, table_length, out_ptr, stats_ptr,
-    PAGED: tl.constexpr, SPLIT: tl.constexpr, ONE_CHUNK: tl.constexpr,
+    PAGED: tl.constexpr, SPLIT: tl.constexpr, ONE_CHUNK: tl.constexpr, SKEWED: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK_M: tl.constexpr, HEAD_ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, HEAD_ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out [B, T, H, K], stats [B, H, T]: the log-sum-exp. SPLIT: program_id(1) is a chunk, out [chunks, B, T, H, K] float32 the
     sums of weighted values, stats [2, chunks, B, T, H] the maxima and the sums of the weights; chunks without keys are not
-    written. HEAD_ROWS: G, filled up to a power of two; a token has so many rows of the tile. BLOCK: slots of a page. STEP: keys
-    of a step. CHUNK: steps of a chunk."""
+    written. HEAD_ROWS: G, filled up to a power of two; a token has so many rows of the tile. CHUNK: blocks of a chunk."""
     TOKENS: tl.constexpr = BLOCK_M // HEAD_ROWS
     H: tl.constexpr = G * N
     # Long tiles first, all heads and sequences of a tile side by side: short ones fill the gaps at the end.
@@ -125,23 +175,23 @@ def attention_kernel(
         row_last = token - start
         last_slot = tl.minimum(first_token + TOKENS, length) - 1 - start
         least = first_token - start
-    num_steps = (last_slot + STEP) // STEP
+    num_blocks = (last_slot + BLOCK) // BLOCK
     if SPLIT:
         first_chunk = tl.program_id(1)
-        if first_chunk * CHUNK >= num_steps:
+        if first_chunk * CHUNK >= num_blocks:
             return
         end_chunk = first_chunk + 1
     else:
         first_chunk = 0
-        end_chunk = tl.cdiv(num_steps, CHUNK)
+        end_chunk = tl.cdiv(num_blocks, CHUNK)
 
     row_head = head * G + row % HEAD_ROWS
     stored = inside & (row % HEAD_ROWS < G)
     k = tl.arange(0, K)
     q_row = ((b * length + token).to(tl.int64) * H + row_head) * K
     q = _operand(tl.load(q_ptr + q_row[:, None] + k[None, :], mask=stored[:, None], other=0.0))
-    slot = tl.arange(0, STEP)
-    step_offsets = slot[:, None] * (N * K) + k[None, :]
+    slot = tl.arange(0, BLOCK)
+    offsets = slot[:, None] * (N * K) + k[None, :]
 
     total_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -150,27 +200,35 @@ def attention_kernel(
         max_ = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sum_ = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, K), tl.float32)
-        for j in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, num_steps)):
-            first_slot = j * STEP
-            if PAGED:
-                offset = _pages(tables_ptr + j * (STEP // BLOCK), first_slot + BLOCK <= last_slot, slot, N * K, BLOCK, STEP)
-            else:
-                offset = first_slot * (N * K)
-            # Behind the last slot may be anything, and zero times NaN is NaN.
-            there = (first_slot + slot <= last_slot)[:, None]
-            keys = _operand(tl.load(k_ptr + offset + step_offsets, mask=there, other=0.0))
-            scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-            if first_slot + STEP - 1 > least:
-                scores = tl.where((first_slot + slot)[None, :] <= row_last[:, None], scores, float("-inf"))
-            new_max = tl.maximum(max_, tl.max(scores, axis=1) * SCALE)
-            subtract = _finite(new_max)
-            weights = tl.exp2(tl.fma(scores, SCALE, -subtract[:, None]))
-            rescale = tl.exp2(max_ - subtract)
-            sum_ = sum_ * rescale + tl.sum(weights, axis=1)
-            values = tl.load(v_ptr + offset + step_offsets, mask=there, other=0.0)
-            acc = acc * rescale[:, None]
-            acc = tl.dot(_operand(round_to(weights, values.dtype)), _operand(values), acc, input_precision="ieee")
-            max_ = new_max
+        first = chunk * CHUNK
+        end = tl.minimum(first + CHUNK, num_blocks)
+        if SKEWED:
+            # All rows see all of the blocks before this one.
+            masked = tl.maximum(tl.minimum((least + 1) // BLOCK, end), first)
+            place = _place(tables_ptr, first, True, PAGED, BLOCK * N * K)
+            scores = _scores(q, _rows_of(k_ptr, place + offsets, first * BLOCK + slot, last_slot))
+            weights = tl.zeros((BLOCK_M, BLOCK), tl.float32)
+            rescale = tl.full((BLOCK_M,), 1.0, tl.float32)
+            for j in range(first, masked):
+                scores, weights, rescale, max_, sum_, acc = _skewed_step(
+                    j, end, first, scores, weights, rescale, max_, sum_, acc, q, k_ptr, v_ptr, tables_ptr, offsets, slot,
+                    last_slot, row_last, PAGED, False, BLOCK * N * K, SCALE, BLOCK,
+                )  # fmt: skip
+            for j in range(masked, end):
+                scores, weights, rescale, max_, sum_, acc = _skewed_step(
+                    j, end, first, scores, weights, rescale, max_, sum_, acc, q, k_ptr, v_ptr, tables_ptr, offsets, slot,
+                    last_slot, row_last, PAGED, True, BLOCK * N * K, SCALE, BLOCK,
+                )  # fmt: skip
+            place = _place(tables_ptr, end - 1, True, PAGED, BLOCK * N * K)
+            acc = _add_values(acc, rescale, weights, _rows_of(v_ptr, place + offsets, (end - 1) * BLOCK + slot, last_slot))
+        else:
+            for j in range(first, end):
+                place = _place(tables_ptr, j, True, PAGED, BLOCK * N * K)
+                scores = _scores(q, _rows_of(k_ptr, place + offsets, j * BLOCK + slot, last_slot))
+                if j * BLOCK + BLOCK - 1 > least:
+                    scores = tl.where((j * BLOCK + slot)[None, :] <= row_last[:, None], scores, float("-inf"))
+                weights, rescale, max_, sum_ = _softmax(scores, max_, sum_, SCALE)
+                acc = _add_values(acc, rescale, weights, _rows_of(v_ptr, place + offsets, j * BLOCK + slot, last_slot))
         if ONE_CHUNK:
             total_max, total_sum, total_acc = max_, sum_, acc
         else:
@@ -220,13 +278,22 @@ def merge_kernel(
 # number takes a stage of its own). float32 has one tile for everything: without tensor cores a layout's sums follow the tile, and
 # products are unrolled into multiply-adds, so it is small.
 _PREFILL = dict(BLOCK_M=128, num_warps=8, num_stages=2)
-_DECODE = dict(BLOCK_M=64, num_warps=4, num_stages=5)
+_DECODE = dict(BLOCK_M=64, num_warps=4, num_stages=3)
 _FLOAT32 = dict(BLOCK_M=16, num_warps=8, num_stages=1)
 _MERGE_ROWS = 4
 
 
 def attention_launch(
-    B: int, T: int, H: int, N: int, K: int, dtype, *, table_length: int | None = None, split: bool | None = None
+    B: int,
+    T: int,
+    H: int,
+    N: int,
+    K: int,
+    dtype,
+    *,
+    table_length: int | None = None,
+    split: bool | None = None,
+    hopper: bool | None = None,
 ) -> gpu.Launch:
     """Inputs: q [B, T, H, K]; k, v [B, T, N, K], or pages [P, KEY_BLOCK, N, K] where there is a `table_length` J; tables [B, J]
     (any array where there are none); positions [B, T]; B; T; J. Outputs: see `attention_kernel`.
@@ -240,8 +307,11 @@ def attention_launch(
       dtype: bfloat16 or float32.
       table_length: J, where keys and values are pages.
       split: whether chunks have programs of their own; None: where a tile holds all of a sequence's tokens, as in decoding.
+      hopper: whether the kernel may be one for compute capability 90 alone; None: where the GPU at hand has it. Same bits.
     """
     dtype = jnp.dtype(dtype)
+    if hopper is None:
+        hopper = jax.default_backend() == "gpu" and gpu.capability() == 90
     paged = table_length is not None
     G = H // N
     head_rows = triton.next_power_of_2(G)
@@ -258,12 +328,11 @@ def attention_launch(
         num_warps, num_stages = min(config["num_warps"], block_m // 16), config["num_stages"]
     programs = triton.cdiv(T, block_m // head_rows) * B * N
     chunks = triton.cdiv(table_length if paged else triton.cdiv(T, KEY_BLOCK), CHUNK_BLOCKS)
-    step_blocks = 1 if dtype == jnp.float32 else STEP_BLOCKS
     if split is None:
         split = paged and decodes and chunks > 1
     constants = dict(
-        PAGED=paged, SPLIT=split, ONE_CHUNK=split or chunks == 1, G=G, N=N, K=K, SCALE=scale_log2(K), BLOCK_M=block_m,
-        HEAD_ROWS=head_rows, BLOCK=KEY_BLOCK, STEP=step_blocks * KEY_BLOCK, CHUNK=CHUNK_BLOCKS // step_blocks,
+        PAGED=paged, SPLIT=split, ONE_CHUNK=split or chunks == 1, SKEWED=hopper and dtype != jnp.float32, G=G, N=N, K=K,
+        SCALE=scale_log2(K), BLOCK_M=block_m, HEAD_ROWS=head_rows, BLOCK=KEY_BLOCK, CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
     if split:
         out_shape = gpu.outputs(((chunks, B, T, H, K), jnp.float32), ((2, chunks, B, T, H), jnp.float32))

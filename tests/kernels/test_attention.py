@@ -72,8 +72,8 @@ def _interpreted() -> dict:
     T = q.shape[1]
     results = {}
 
-    def prefill(q, k, v, positions):
-        launch = triton.attention_launch(B, T, H, N, K, q.dtype)
+    def prefill(q, k, v, positions, hopper=False):
+        launch = triton.attention_launch(B, T, H, N, K, q.dtype, hopper=hopper)
         return gpu.interpret(launch, q, k, v, positions, positions, B, T, 0)
 
     out, lse = prefill(q, k, v, positions)
@@ -85,7 +85,9 @@ def _interpreted() -> dict:
     results["packed"] = float(max(errors))
 
     low = [np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in (q, k, v)]
-    out_low, _ = prefill(*low, positions)
+    out_low, lse_low = prefill(*low, positions, hopper=True)
+    plain = prefill(*low, positions)
+    results["skewed"] = int(sum(a.tobytes() != b.tobytes() for a, b in zip((out_low, lse_low), plain, strict=True)))
     b, start, length = sequences[1]
     rows = slice(start, start + length)
     expected, _ = _expected(*(x[b, rows].astype(np.float32) for x in low))
@@ -101,7 +103,7 @@ def _interpreted() -> dict:
             q_rows, expected = (np.stack([x[b, rows[b]] for b in range(B)]) for x in (q, whole))
             found = []
             for split in (False, True):
-                launch = triton.attention_launch(B, tokens, H, N, K, q.dtype, table_length=J, split=split)
+                launch = triton.attention_launch(B, tokens, H, N, K, q.dtype, table_length=J, split=split, hopper=True)
                 result, stats = gpu.interpret(launch, q_rows, k_pages, v_pages, tables, rows, B, tokens, J)
                 if split:
                     merge = triton.merge_launch(result.shape[0], B * tokens * H, H, K, q.dtype)
@@ -114,14 +116,15 @@ def _interpreted() -> dict:
     return results
 
 
-def _resources(cubin: bytes, triton) -> dict[str, int]:
-    """Registers and bytes of stack of a compiled kernel."""
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def _resources(ptx: str, triton) -> dict[str, int | bool]:
+    """Bytes of stack of a Hopper kernel, and whether its assembler lets only one product run at a time."""
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(ptx)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name.lower(): int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK")}
+        command = [tool, "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return dict(stack=int(re.search(r"(\d+) bytes stack frame", text)[1]), serialized="serialized" in text)
 
 
 def _compiled() -> dict:
@@ -130,21 +133,22 @@ def _compiled() -> dict:
     from pallas_kernels import gpu
     from pallas_kernels.attention import triton
 
-    def launch_and_inputs(B, T, N, J=None, H=32, K=128):
-        array = jax.ShapeDtypeStruct
-        launch = triton.attention_launch(B, T, H, N, K, jnp.bfloat16, table_length=J)
+    def launch_and_inputs(capability, B, T, N, J=None, H=32, K=128):
+        array, hopper = jax.ShapeDtypeStruct, capability == 90
+        launch = triton.attention_launch(B, T, H, N, K, jnp.bfloat16, table_length=J, hopper=hopper)
         q, kv, integers = array((B, T, H, K), jnp.bfloat16), array((B, T, N, K), jnp.bfloat16), array((B, T), jnp.int32)
         return launch, (q, kv, kv, integers, integers, B, T, J or 0)
 
-    launches = {
-        "prefill": launch_and_inputs(4, 4096, 4),
-        "pages": launch_and_inputs(4, 512, 8, 128),
-        "decode": launch_and_inputs(8, 1, 4, 512),
-        "small heads": launch_and_inputs(4, 2048, 2, None, 4, 16),
+    kernels = {
+        "prefill": (4, 4096, 4),
+        "pages": (4, 512, 8, 128),
+        "decode": (8, 1, 4, 512),
+        "small heads": (4, 2048, 2, None, 4, 16),
     }
     found = {}
-    for name, (launch, inputs) in launches.items():
+    for name, shape in kernels.items():
         for capability in (90, 100) if name in ("prefill", "decode") else (90,):
+            launch, inputs = launch_and_inputs(capability, *shape)
             asm = gpu.compile_ahead(launch, *inputs, capability=capability).asm
             found[f"{name} {capability}"] = dict(
                 wgmma=len(re.findall(r"\bwgmma\.mma_async\.", asm["ptx"])),
@@ -154,7 +158,7 @@ def _compiled() -> dict:
                 shared_in_steps=len(re.findall(r"\bcp\.async\.c[ag]\.", asm["ptx"])),
                 warps=re.findall(r"warpsPerCTA = \[(\d+), (\d+)\], instrShape", asm["ttgir"]),
                 reductions=re.findall(r"\(tensor<\d+x\d+xf32, #(\w+)>\) -> tensor<\d+xf32", asm["ttgir"]),
-                **_resources(asm["cubin"], triton_package),
+                **(_resources(asm["ptx"], triton_package) if capability == 90 else {}),
             )
     return found
 
@@ -166,6 +170,10 @@ def test_packed_sequences_with_a_tail(child):
 def test_weights_are_rounded_to_bfloat16(child):
     # Outputs are below 4: the final rounding is 2^-7 at most, that of the weights less.
     assert 1e-4 < child("interpret")["bfloat16"] < 2.0**-6
+
+
+def test_the_skewed_loop_gives_the_plain_ones_bits(child):
+    assert child("interpret")["skewed"] == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
@@ -189,6 +197,8 @@ def test_compiled_for_hopper(child, name):
     assert set(found["reductions"]) == {"mma"}
     # What does not fit the registers is mostly the merged state, which waits outside of the loop over blocks.
     assert found["stack"] <= 256
+    # Scores are computed while the softmax of the block before is.
+    assert not found["serialized"]
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
