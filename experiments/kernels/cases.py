@@ -12,6 +12,8 @@ from pallas_kernels import gpu, nvfp4, shapes
 
 ROW_RULE = nvfp4.ScaleRule.fp8_exact(outer="row")
 MATRIX_RULE = nvfp4.ScaleRule.fp8_exact(outer="matrix")
+# Block scales whose products with the codes are no E4M3 numbers: GPUs without FP4 units multiply them in bfloat16.
+OTHER_ROW_RULE, OTHER_MATRIX_RULE = nvfp4.ScaleRule.te(outer="row"), nvfp4.ScaleRule.te(outer="matrix")
 
 # What bounds a case from below; `ceilings.py` measures each.
 FP8, BF16, COPY, READ = "fp8 matmul", "bf16 matmul", "copy", "read"
@@ -172,6 +174,12 @@ def expanded(key: jax.Array, *shape: int) -> nvfp4.Nvfp4Array | nvfp4.ExpandedAr
     return q if has_fp4_units else _expand(q)
 
 
+def with_other_scales(key: jax.Array, *shape: int, rule: nvfp4.ScaleRule) -> nvfp4.Nvfp4Array:
+    """Packed NVFP4 numbers by a rule such as `OTHER_MATRIX_RULE`."""
+    return _quantize_by(normal(key, *shape, scale=0.02), rule)
+
+
+_quantize_by = jax.jit(nvfp4.quantize, static_argnums=1)
 _quantize = jax.jit(lambda x: nvfp4.quantize(x, MATRIX_RULE))
 _quantize_operand = jax.jit(lambda x: nvfp4.quantize_operand(x, ROW_RULE))
 _expand = jax.jit(lambda q: nvfp4.expand(q, jnp.float8_e4m3fn))

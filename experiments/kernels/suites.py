@@ -5,6 +5,7 @@ Let M be rows, N output features, K the summed axis, E experts, k experts per to
 inner width.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -18,6 +19,8 @@ from experiments.kernels.cases import (
     BF16,
     COPY,
     FP8,
+    OTHER_MATRIX_RULE,
+    OTHER_ROW_RULE,
     READ,
     ROW_RULE,
     SHARE,
@@ -35,6 +38,7 @@ from experiments.kernels.cases import (
     normal,
     packed,
     unfused_quantize_dequantize,
+    with_other_scales,
 )
 from experiments.kernels.peers import Peer
 from pallas_kernels import nvfp4, rms_norm, shapes, silu_mul
@@ -135,6 +139,28 @@ def _dense_of(M: int, shape: shapes.Dense, goal: float) -> Iterator[Case]:
         ratios={VS_BF16: against[VS_BF16]},
         goals={VS_BF16: 0.95},
     )
+    if shape.name == "qkv":
+        yield Case(
+            suite="dense",
+            name=f"{name}, scales that fp8 cannot hold",
+            operands="x and w packed, TE's scales",
+            shape=f"{M} x {N} x {K}",
+            function=matmul,
+            make=lambda key: (_other_rows(key, M, K), _other_weights(key, N, K)),
+            flops=shape.flops(M),
+            nbytes=M * K * shapes.PACKED_BYTES + shape.packed_bytes() + out,
+            ceiling=BF16,
+            ratios={VS_BF16: against[VS_BF16]},
+            native=True,
+        )
+
+
+def _other_rows(key: jax.Array, M: int, K: int) -> nvfp4.Nvfp4Array:
+    return with_other_scales(key, M, K, rule=OTHER_ROW_RULE)
+
+
+def _other_weights(key: jax.Array, *shape: int) -> nvfp4.Nvfp4Array:
+    return with_other_scales(key, *shape, rule=OTHER_MATRIX_RULE)
 
 
 def _grouped(scale: Scale) -> Iterator[Case]:
@@ -177,6 +203,20 @@ def _grouped_of(M: int, shape: shapes.Grouped, kind: str) -> Iterator[Case]:
         ratios=against,
         goals={VS_GROUPED: 0.95},
     )
+    if kind == "equal":
+        yield Case(
+            suite="grouped",
+            name=f"{name}, scales that fp8 cannot hold",
+            operands="x and w packed, TE's scales",
+            shape=words,
+            function=grouped_matmul,
+            make=lambda key: (_other_rows(key, M, K), _other_weights(key, E, N, K), _array(sizes)),
+            flops=shape.flops(M),
+            nbytes=M * K * shapes.PACKED_BYTES + shape.packed_bytes(hit) + 2 * M * N,
+            ceiling=BF16,
+            ratios=against,
+            native=True,
+        )
 
 
 def _expert_mlp(scale: Scale) -> Iterator[Case]:
@@ -234,6 +274,8 @@ def _decode(scale: Scale) -> Iterator[Case]:
             yield _decode_dense(tokens, shape)
         for shape in scale.moe.grouped():
             yield _decode_grouped(tokens, shape)
+            if tokens == 64:
+                yield _decode_other_scales(tokens, shape)
 
 
 def _decode_goals(tokens: int, ratio: str) -> dict[str, float]:
@@ -276,6 +318,18 @@ def _decode_grouped(tokens: int, shape: shapes.Grouped) -> Case:
         goals=_decode_goals(tokens, VS_GROUPED),
         native=True,
     )
+
+
+def _decode_other_scales(tokens: int, shape: shapes.Grouped) -> Case:
+    case, M = _decode_grouped(tokens, shape), tokens * shape.top_k
+    sizes = decode_group_sizes(tokens, shape.experts, shape.top_k)
+
+    def make(key):
+        weights = _other_weights(key, shape.experts, shape.features, shape.depth)
+        return _other_rows(key, M, shape.depth), weights, _array(sizes)
+
+    name = f"{case.name}, scales that fp8 cannot hold"
+    return dataclasses.replace(case, name=name, operands="x and w packed, TE's scales", make=make, goals={})
 
 
 def _quantize(scale: Scale) -> Iterator[Case]:
