@@ -36,7 +36,7 @@ from experiments.kernels.peers import Peers
 from experiments.timing import Calls, TimingError, time_jax
 from minite_jax.errors import UserError
 from minite_jax.metrics.provenance import UNKNOWN, provenance
-from minite_jax.metrics.results import format_cell, write_results
+from minite_jax.metrics.results import by_section, format_cell, heading, write_results
 from minite_jax.optional import require
 from pallas_kernels import tuning
 
@@ -144,14 +144,11 @@ def show(rows: list[dict]) -> None:
     """Prints the rows, a table for each suite, without the columns that say nothing there."""
     console = require("rich.console", "experiments").Console(width=None if os.isatty(1) else 240)
     table_type = require("rich.table", "experiments").Table
-    for suite in dict.fromkeys(row["suite"] for row in rows):
-        inside = [row for row in rows if row["suite"] == suite]
-        hidden = ("suite", "remarks")  # the remarks are in the file, and were printed
-        columns = [c for c in measure.COLUMNS if c["key"] not in hidden and any(row[c["key"]] != "" for row in inside)]
+    for suite, told, inside in by_section(measure.COLUMNS, rows, "suite"):
+        columns = [column for column in told if column["key"] != "remarks"]  # they are in the file, and were printed
         table = table_type(title=suite, title_justify="left")
         for column in columns:
-            heading = f"{column['label']} ({column['unit']})" if column["unit"] else column["label"]
-            table.add_column(heading, justify="right" if column["unit"] else "left", overflow="fold")
+            table.add_column(heading(column), justify="right" if column["unit"] else "left", overflow="fold")
         for row in inside:
             table.add_row(*(format_cell(row[column["key"]]) for column in columns))
         console.print(table)

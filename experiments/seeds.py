@@ -16,7 +16,7 @@ from absl import flags
 
 from experiments import cli
 from experiments.training import Run, write_json
-from minite_jax.checkpoint.config import to_plain
+from minite_jax.checkpoint.config import differing_fields, to_plain
 from minite_jax.errors import UserError
 from minite_jax.metrics import names
 from minite_jax.metrics.provenance import provenance
@@ -91,7 +91,7 @@ def run_once(config, folder: Path) -> dict:
     if kept.exists():
         try:
             content = json.loads(kept.read_text())
-            if content["config"] == plain:
+            if not differing_fields(content["config"], plain):
                 return {name: decode_scalar(value) for name, value in content["evaluation"].items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{kept} is not what was written: delete it, and the run is evaluated again") from None

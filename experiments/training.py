@@ -14,7 +14,7 @@ from experiments.build import Setup, build, sample_prompts
 from experiments.console import Console, Interrupt
 from experiments.evaluation import evaluate
 from minite_jax import checkpoint
-from minite_jax.checkpoint.config import differing_fields, flat_fields, to_plain
+from minite_jax.checkpoint.config import differing_fields, to_plain
 from minite_jax.errors import UserError
 from minite_jax.files import replaced
 from minite_jax.learner import TrainState, init_state
@@ -96,15 +96,11 @@ class Run:
         try:
             stored = checkpoint.read_config(folder / "warmup")
             for section in ("model", "recipe", "task"):
-                then, now = flat_fields(stored.get(section, {})), flat_fields(plain[section])
-                differ = [
-                    f"{section}.{name} {then.get(name)} there and {now.get(name)} here"
-                    for name in sorted({*then, *now})
-                    if then.get(name) != now.get(name)
-                ]
-                if differ:
+                changes = differing_fields({section: stored.get(section, {})}, {section: plain[section]})
+                if changes:
+                    differ = ", ".join(f"{field} {there} there and {here} here" for field, (there, here) in changes.items())
                     remedy = f"use its {section}, or drop --config.init_from to warm up anew"
-                    raise UserError(f"{flag}: its warm-up has another {section} ({', '.join(differ)}): {remedy}")
+                    raise UserError(f"{flag}: its warm-up has another {section} ({differ}): {remedy}")
             warm = checkpoint.restore(folder / "warmup", self.state, self.config, may_differ=_MAY_DIFFER_FROM_WARMUP)
         except checkpoint.CheckpointError as error:
             raise UserError(f"{flag}: {error}; or drop --config.init_from to warm up anew") from error

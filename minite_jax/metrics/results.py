@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +116,20 @@ def to_markdown(results: Mapping[str, Any]) -> str:
         lines = [f"### {results['title']}", "", *_table(columns, rows)]
     else:
         lines = [f"### {results['title']}"]
-        for section in dict.fromkeys(row[key] for row in rows):
-            inside = [row for row in rows if row[key] == section]
-            told = [c for c in columns if c["key"] != key and any(row[c["key"]] != "" for row in inside)]
+        for section, told, inside in by_section(columns, rows, key):
             lines += ["", f"#### {section}", "", *_table(told, inside)]
     if results["notes"]:
         lines += ["", results["notes"]]
     return "\n".join([*lines, "", _origin(results["provenance"]), ""])
+
+
+def by_section(
+    columns: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]], key: str
+) -> Iterator[tuple[str, list[Mapping[str, str]], list[Mapping[str, Any]]]]:
+    """The tables that a column of section names makes of a table: name, the columns that say something there, rows."""
+    for section in dict.fromkeys(row[key] for row in rows):
+        inside = [row for row in rows if row[key] == section]
+        yield section, [c for c in columns if c["key"] != key and any(row[c["key"]] != "" for row in inside)], inside
 
 
 def plot_results(results: Mapping[str, Any], path: str | os.PathLike) -> Path | None:
@@ -179,7 +186,7 @@ def format_cell(value: Any) -> str:
 def _table(columns: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     numeric = [_is_numeric(rows, column["key"]) for column in columns]
     lines = [
-        "| " + " | ".join(_escape(_heading(column)) for column in columns) + " |",
+        "| " + " | ".join(_escape(heading(column)) for column in columns) + " |",
         "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
     ]
     for row in rows:
@@ -200,7 +207,7 @@ def _bars(axes: Any, groups: list[str], rows: Sequence[Mapping[str, Any]], colum
     axes.invert_yaxis()  # first row on top, as in the table
     axes.margins(x=0.12)
     if len(columns) == 1:
-        axes.set_xlabel(_heading(columns[0]))
+        axes.set_xlabel(heading(columns[0]))
     else:
         axes.set_xlabel(columns[0]["unit"])
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize="small")
@@ -216,7 +223,8 @@ def _is_numeric(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
     return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def _heading(column: Mapping[str, str]) -> str:
+def heading(column: Mapping[str, str]) -> str:
+    """A column's label with its unit."""
     return f"{column['label']} ({column['unit']})" if column["unit"] else column["label"]
 
 

@@ -297,7 +297,7 @@ def test_a_warmup_that_cannot_be_used_names_the_flag(warm, tmp_path):
     other = _config("dense_bf16")
     other.recipe.name = "fp32"
     wanted = (
-        "has another recipe (recipe.name bf16 there and fp32 here): use its recipe, or drop --config.init_from to warm up anew"
+        'has another recipe (recipe.name "bf16" there and "fp32" here): use its recipe, or drop --config.init_from to warm up'
     )
     assert wanted in message(warm, other)
     (warm / "warmup" / "checkpoints" / "3" / "manifest.json").unlink()
