@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equal_bits import GROUP_SIZES, assert_same
 
 from pallas_kernels import nvfp4, tuning
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
 from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
 from pallas_kernels.nvfp4 import ScaleRule
-from tests.gpu.bits import GROUP_SIZES, assert_same
 
 pytestmark = pytest.mark.gpu
 

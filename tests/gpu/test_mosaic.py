@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equal_bits import assert_same
 
 from pallas_kernels.grouped_matmul import mosaic
-from tests.gpu.bits import assert_same
 
 pytestmark = pytest.mark.gpu
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from equal_bits import GROUP_SIZES, assert_same
 
 from pallas_kernels import gpu, nvfp4
 from pallas_kernels.grouped_matmul import reference
-from tests.gpu.bits import GROUP_SIZES, assert_same
 
 pytestmark = pytest.mark.gpu
 
