@@ -9,7 +9,7 @@ blocks of a chunk of `CHUNK_BLOCKS`, which starts from nothing; the chunks merge
 programs may take them (decoding few long sequences), and `merge_kernel` then merges as one program does. Blocks that a row does
 not see multiply by one and add zero. Nothing depends on the tile, the neighbours, or where a key lies in memory.
 
-On Hopper the loop over blocks is skewed: it adds the values of the block before, starts on the scores of the block after, and
+On Hopper the loop over blocks can be skewed: it adds the values of the block before, starts on the scores of the block after, and
 computes the softmax of this one meanwhile. Tensor cores and exponentials then work at the same time within a program. Elsewhere
 the loop is plain; both do the same operations.
 
@@ -277,8 +277,8 @@ def merge_kernel(
 # Training: 128 rows read a block of keys from the cache half as often as 64 do. Decoding has few rows, and reads ahead (a page's
 # number takes a stage of its own). float32 has one tile for everything: without tensor cores a layout's sums follow the tile, and
 # products are unrolled into multiply-adds, so it is small.
-_PREFILL = dict(BLOCK_M=128, num_warps=8, num_stages=2)
-_DECODE = dict(BLOCK_M=64, num_warps=4, num_stages=3)
+_PREFILL = dict(BLOCK_M=128, SKEWED=True, num_warps=8, num_stages=2)
+_DECODE = dict(BLOCK_M=64, SKEWED=True, num_warps=4, num_stages=3)
 _FLOAT32 = dict(BLOCK_M=16, num_warps=8, num_stages=1)
 _MERGE_ROWS = 4
 
@@ -320,18 +320,20 @@ def attention_launch(
     decodes = T * head_rows <= 64
     if dtype == jnp.float32:
         block_m, num_warps, num_stages = max(_FLOAT32["BLOCK_M"], head_rows), _FLOAT32["num_warps"], _FLOAT32["num_stages"]
+        skewed = False
     else:
         op = f"attention_{'decode' if decodes else 'prefill'}_{dtype.name}"
         config = tuning.config(op, rows=T, features=H, depth=K, default=_DECODE if decodes else _PREFILL)
         block_m = max(64, min(config["BLOCK_M"], KEY_BLOCK * head_rows))  # a tile has one sequence: no more tokens than a block
         # More warps than there are groups of 16 rows would share a row's keys, and sum them in another order.
         num_warps, num_stages = min(config["num_warps"], block_m // 16), config["num_stages"]
+        skewed = hopper and config["SKEWED"]
     programs = triton.cdiv(T, block_m // head_rows) * B * N
     chunks = triton.cdiv(table_length if paged else triton.cdiv(T, KEY_BLOCK), CHUNK_BLOCKS)
     if split is None:
         split = paged and decodes and chunks > 1
     constants = dict(
-        PAGED=paged, SPLIT=split, ONE_CHUNK=split or chunks == 1, SKEWED=hopper and dtype != jnp.float32, G=G, N=N, K=K,
+        PAGED=paged, SPLIT=split, ONE_CHUNK=split or chunks == 1, SKEWED=skewed, G=G, N=N, K=K,
         SCALE=scale_log2(K), BLOCK_M=block_m, HEAD_ROWS=head_rows, BLOCK=KEY_BLOCK, CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
     if split:
