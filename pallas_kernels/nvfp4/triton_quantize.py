@@ -323,20 +323,21 @@ def quantize_kernel(
 
 
 # Blocks of 16 numbers in a program, and the most in a tile; two a thread. Longer rows come in several tiles.
-_PROGRAM_BLOCKS = 256
+_PROGRAM_BLOCKS = 128
 _LONGEST_TILE = 512
 
 
 def row_tiling(k: int) -> dict:
     """How a program covers rows of k numbers: ROWS, BLOCKS (of 16, a tile) and num_warps.
 
-    A tile is a power of two. A row of three times a power of two is three tiles, all in registers; one that is longer than a tile
-    is read twice, the second time from the cache; else lanes behind the row's end idle.
+    Few warps, since what crosses warps waits at barriers. A tile is a power of two. A row of three times a power of two is three
+    tiles, all in registers; one that is longer than a tile is read twice, the second time from the cache; else lanes behind the
+    row's end idle.
     """
     blocks = k // 16
     third = blocks // 3
     if blocks % 3 == 0 and third & (third - 1) == 0 and third <= 256:
-        rows = max(1, 128 // third)
+        rows = max(1, 32 // third)
         return dict(ROWS=rows, BLOCKS=third, num_warps=max(1, rows * third // 32))
     blocks = min(_LONGEST_TILE, triton.next_power_of_2(blocks))
     rows = max(1, _PROGRAM_BLOCKS // blocks)

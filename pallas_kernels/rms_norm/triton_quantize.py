@@ -67,7 +67,7 @@ LONGEST_ROW = 8192  # what a program can hold
 def rms_norm_quantize_launch(m: int, k: int, eps: float, *, expanded: bool) -> gpu.Launch:
     """Inputs: x [m, k] bfloat16, `streams` of the weight [4, k / 4] float32, m. Outputs: as `row_launch` has them."""
     blocks = triton.next_power_of_2(k // 16)
-    rows = max(1, 256 // blocks)
+    rows = max(1, 128 // blocks)
     tiling = dict(ROWS=rows, BLOCKS=blocks, num_warps=max(1, min(8, rows * blocks // 64)))
     return row_launch(rms_norm_quantize_kernel, m, k, tiling, dict(EXPANDED=expanded, EPS=eps))
 
