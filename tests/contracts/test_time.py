@@ -132,6 +132,17 @@ def test_samples_share_pages_and_take_those_of_finished_ones(world, assert_same_
     assert (np.asarray(cache.pool.users)[tables[::2, 0]] == 1).all()
 
 
+@pytest.mark.worlds(slow=("moe_nvfp4",))
+def test_layers_in_a_loop_and_one_after_another(world, assert_same_bits):
+    """The first is the default on a CPU, the second on a GPU."""
+    tokens_BT = jnp.asarray(world.sequences[0][:5, :20])
+    run = jax.jit(functools.partial(hidden_states, scan_layers=False))
+    assert_same_bits(run(world.policy, tokens_BT)[0], full_forward(world.policy, tokens_BT)[0])
+    hidden, cache = run(world.policy, tokens_BT, init_cache(world.config, world.recipe, 5, 20))
+    again, looped = jax.jit(hidden_states)(world.policy, tokens_BT, init_cache(world.config, world.recipe, 5, 20))
+    assert_same_bits((hidden, cache), (again, looped))
+
+
 @pytest.mark.worlds("dense_nvfp4")
 def test_a_cache_with_too_few_pages_answers_nan(world):
     cache = init_cache(world.config, world.recipe, 2, 64, num_pages=1)
