@@ -282,10 +282,12 @@ class Tiles:
     num_stages: int = 3
 
 
-_FEW_PROGRAMS = 264  # two for each processor of an H200
+_PROCESSORS = 132  # of an H200
+# From here on the loop over K is what a program of so few spends its time on, not its start.
+_DEEP = 4096
 
 
-def default_tiles(inner: str, M: int, N: int, E: int) -> Tiles:
+def default_tiles(inner: str, M: int, N: int, K: int, E: int) -> Tiles:
     """Tiles by the number of rows that a group has if all have the same."""
     tokens = min(max(16, triton.next_power_of_2(-(-M // E))), 256 if inner == "native" else 64)
     if inner == "native":
@@ -293,9 +295,11 @@ def default_tiles(inner: str, M: int, N: int, E: int) -> Tiles:
         return Tiles(BLOCK_FEATURES=128, BLOCK_TOKENS=tokens, BLOCK_K=256, UNROLL=1, num_warps=num_warps)
     if inner == "bf16":
         return Tiles(BLOCK_TOKENS=tokens)
+    programs = triton.cdiv(N, 64) * min(E, M)
+    if programs < _PROCESSORS and K >= _DEEP:
+        return Tiles(BLOCK_FEATURES=16, BLOCK_TOKENS=64, BLOCK_K=512, UNROLL=1, SWAPPED=True)
     # A program that has a processor to itself must have its loads under way early: it waits for little else.
-    few = triton.cdiv(N, 64) * min(E, M) <= _FEW_PROGRAMS
-    return Tiles(BLOCK_TOKENS=tokens, BLOCK_K=256, UNROLL=1, num_stages=8 if few else 4)
+    return Tiles(BLOCK_TOKENS=tokens, BLOCK_K=256, UNROLL=1, num_stages=8 if programs <= 2 * _PROCESSORS else 4)
 
 
 def packed_launch(
@@ -316,7 +320,7 @@ def packed_launch(
     Raises:
       ValueError: K is not a multiple of 16, the tiles do not fit, or no such inner product.
     """
-    tiles = tiles or default_tiles(inner, M, N, E)
+    tiles = tiles or default_tiles(inner, M, N, K, E)
     if inner not in INNERS:
         raise ValueError(f"inner product {inner!r}: must be one of {', '.join(INNERS)}")
     if K % 16:
@@ -374,7 +378,7 @@ def grouped_matmul(
     (M, K), (E, N, _) = x.shape, w.shape
     inputs = _inputs(x, inner)
     if tiles is None:
-        default = dataclasses.asdict(default_tiles(inner, M, N, E))
+        default = dataclasses.asdict(default_tiles(inner, M, N, K, E))
         tiles = Tiles(**tuning.config(f"grouped_matmul_packed_{inner}", rows=-(-M // E), features=N, depth=K, default=default))
     launch = packed_launch(M, N, K, E, inner=inner, out_dtype=out_dtype, tiles=tiles)
     return gpu.run(launch, *inputs, w.codes, w.block_scale, w.outer_scale, group_sizes, M)[0]

@@ -174,7 +174,7 @@ def _compiled():
             "bf16": (array((M, K), jnp.bfloat16), array((M,), jnp.float32)),
         }[inner]
         w = array((E, N, K // 2), jnp.uint8), array((E, N, K // 16), jnp.float8_e4m3fn), array((E,), jnp.float32)
-        tiles = default_tiles(inner, M, N, E)
+        tiles = default_tiles(inner, M, N, K, E)
         assert isinstance(tiles, Tiles) and tiles.BLOCK_TOKENS == tokens
         launch = packed_launch(M, N, K, E, inner=inner)
         inputs = *x, array((M,), jnp.float32), *w, array((E,), jnp.int32), M
