@@ -35,7 +35,7 @@ from experiments.kernels.cases import FULL, QUICK
 from experiments.kernels.peers import Peers
 from experiments.timing import Calls, TimingError, time_jax
 from minite_jax.errors import UserError
-from minite_jax.metrics.provenance import UNKNOWN, provenance
+from minite_jax.metrics.provenance import provenance
 from minite_jax.metrics.results import by_section, format_cell, heading, write_results
 from minite_jax.optional import require
 from pallas_kernels import tuning
@@ -45,7 +45,7 @@ _OUT = cli.out_flag()
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Measurements of each time; the median counts.", lower_bound=1)
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes and few repeats: to try the script where there is no GPU.")
 _MINUTES = flags.DEFINE_float("minutes", None, "tune: start nothing new after so many minutes; run again to go on.")
-_REVISION = flags.DEFINE_string("revision", None, "Git revision of the source, where it was copied without its history.")
+_REVISION = flags.DEFINE_string("revision", None, "Git revision, where the source is a copy without its own history.")
 
 _MODEL = flags.DEFINE_enum("model", "qwen3_30b_a3b", ("qwen3_30b_a3b", "qwen3_8b"), "step: whose width and vocabulary.")
 _LAYERS = flags.DEFINE_integer("layers", 4, "step: how many layers.", lower_bound=1)
@@ -75,8 +75,8 @@ def origin(peers: Peers) -> dict:
     """Where the figures come from, with PyTorch's version and the revision that was given."""
     found = provenance()
     found["versions"] = {**found["versions"], "torch": peers.version}
-    if found["revision"] == UNKNOWN and _REVISION.value is not None:
-        found["revision"] = _REVISION.value
+    if _REVISION.value is not None:
+        found |= dict(revision=_REVISION.value, dirty=False)
     return found
 
 
@@ -108,21 +108,27 @@ def kernels() -> list[dict]:
     found = ceilings.measure(others, timer, quick=quick)
     rows = measure.ceiling_rows(found)
     bench = measure.Bench(others, found, timer, calls=1 if quick else None)
+    where = origin(others)
+
+    def save(rows: list[dict]) -> None:
+        write_results(
+            path,
+            name=path.stem,
+            title=f"Kernels on one {jax.devices()[0].device_kind}" + (" (tiny shapes: these times say nothing)" if quick else ""),
+            columns=measure.COLUMNS,
+            rows=rows,
+            notes=measure.NOTES,
+            provenance=where,
+            sections="suite",
+        )
+
     for case in suites.cases(QUICK if quick else FULL, only):
         row = bench.row(case)
         rows.append(row)
+        save(rows)  # after each case: a run that is cut keeps what it measured
         print(progress_line(row, time.perf_counter() - start), flush=True)
     rows += bench.other_rows()
-    write_results(
-        path,
-        name=path.stem,
-        title=f"Kernels on one {jax.devices()[0].device_kind}" + (" (tiny shapes: these times say nothing)" if quick else ""),
-        columns=measure.COLUMNS,
-        rows=rows,
-        notes=measure.NOTES,
-        provenance=origin(others),
-        sections="suite",
-    )
+    save(rows)
     show(rows)
     print(f"goals {measure.summary(rows)}; {time.perf_counter() - start:.0f} s; written to {path}")
     # Tiny shapes may be too short for the clock; that says nothing about the kernels.
