@@ -32,6 +32,7 @@ _NAMES: dict[str, str] = {
     "Rollouts": "minite_jax.sampler.sampling",
     "SamplingParams": "minite_jax.sampler.sampling",
     "sample": "minite_jax.sampler.sampling",
+    "stream": "minite_jax.sampler.sampling",
 }
 _SUBMODULES = ("checkpoint", "diagnostics", "learner", "metrics", "model", "precision", "sampler", "tasks")
 

@@ -1,5 +1,5 @@
 """Decoding with the one forward."""
 
-from minite_jax.sampler.sampling import FINISH_LENGTH, FINISH_STOP, Rollouts, SamplingParams, sample
+from minite_jax.sampler.sampling import FINISH_LENGTH, FINISH_STOP, Rollouts, SamplingParams, sample, stream
 
-__all__ = ["FINISH_LENGTH", "FINISH_STOP", "Rollouts", "SamplingParams", "sample"]
+__all__ = ["FINISH_LENGTH", "FINISH_STOP", "Rollouts", "SamplingParams", "sample", "stream"]

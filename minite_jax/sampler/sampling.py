@@ -7,7 +7,7 @@ Let P be prompts, G samples per prompt, B = P G rollouts (prompt-major), L the p
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import no_type_check
 
 import flax.struct
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from minite_jax.model.cache import init_cache, pages_for_samples
+from minite_jax.model.cache import PagedCache, init_cache, pages_for_samples
 from minite_jax.model.forward import hidden_states, logits_of
 from minite_jax.model.policy import Policy
 from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits, sample_tokens
@@ -173,6 +173,52 @@ def sample(
         that do not match or are out of range, a prefill_chunk below 1, a raw key, or a key of another kind than threefry: the
         others draw for a whole batch at once, so a row would feel its neighbours.
     """
+    arrays = _checked(policy, prompts, params, key, request_ids, prefill_chunk)
+    return generate(policy, *arrays, key, params, prefill_chunk)
+
+
+def stream(
+    policy: Policy,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    key,
+    request_id: int = 0,
+    prefill_chunk: int | None = None,
+) -> Iterator[tuple[int, float]]:
+    """One completion, token by token as it is sampled: the tokens and log-probs, in every bit, of
+    ``sample(policy, [prompt], params, key=key, request_ids=[request_id])``.
+
+    Args:
+      policy, params, key, prefill_chunk: as `sample` takes them; `params.n` must be 1.
+      prompt: integer token ids, at least one.
+      request_id: seeds the completion, as an entry of `sample`'s `request_ids`.
+
+    Returns:
+      An iterator of (token id, log-prob in nats), the stop token included: at most `params.max_tokens`, and the last one is in
+      `params.stop_ids` unless it was cut there. Nothing is sampled before it is asked for.
+
+    Raises:
+      ValueError: as `sample`, at once; and where `params.n` is not 1.
+    """
+    if params.n != 1:
+        raise ValueError(f"n={params.n}: a stream is one completion; use sample, or one stream for each request_id")
+    tokens_PL, length_P, request_P = _checked(policy, [prompt], params, key, [request_id], prefill_chunk)
+    return _stream(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk)
+
+
+def _stream(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk):
+    key_B, state = _start_jit(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk)
+    for step in range(params.max_tokens):
+        state = _step_jit(policy, key_B, state, params)
+        token, log_prob, done = jax.device_get((state.tokens[0, step], state.log_probs[0, step], state.done[0]))
+        yield int(token), float(log_prob)
+        if done:
+            return
+
+
+def _checked(policy, prompts, params, key, request_ids, prefill_chunk):
+    """The arguments of `sample` as arrays: tokens [P, L], lengths [P], request ids [P]; or a ValueError."""
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
         kind = f"{key.dtype} of shape {key.shape}" if hasattr(key, "dtype") else type(key).__name__
         raise ValueError(f"key is {kind}: sampling needs one typed key, jax.random.key(seed)")
@@ -194,8 +240,7 @@ def sample(
     outside = ids_P[(ids_P < 0) | (ids_P > 2**32 - 1)]
     if outside.size:
         raise ValueError(f"request_ids holds {outside[0]}, outside 0..2**32-1")
-    request_P = jnp.asarray(ids_P.astype(np.uint32))
-    return generate(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk)
+    return tokens_PL, length_P, jnp.asarray(ids_P.astype(np.uint32))
 
 
 def padded_length(length: int) -> int:
@@ -254,6 +299,76 @@ def _prefill(policy, tokens_PL, length_P, params, chunk):
     return cache, last_PD
 
 
+@flax.struct.dataclass
+@no_type_check  # jax rebuilds pytrees with stand-ins for arrays
+class _Decoding:
+    """Samples on their way: what `Rollouts` has so far, and what the next token comes from.
+
+    Attributes:
+      step: [] int32, tokens drawn so far.
+      cache: of the B samples.
+      last: [B, D] hidden states that the next token's logits come from.
+      tokens, log_probs, mask: [B, C] as in `Rollouts`.
+      done: [B] bool, samples that have had a stop token.
+    """
+
+    step: Int[Array, ""]
+    cache: PagedCache
+    last: Float[Array, "B D"]
+    tokens: Int[Array, "B C"]
+    log_probs: Float[Array, "B C"]
+    mask: Bool[Array, "B C"]
+    done: Bool[Array, "B"]
+
+
+def _start(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk):
+    """Keys [B] of the samples, and their state before the first token."""
+    num_prompts, slots = tokens_PL.shape
+    batch, new_slots = num_prompts * params.n, params.max_tokens
+    cache, last_PD = _prefill(policy, tokens_PL, length_P, params, prefill_chunk or slots)
+    blank_BC = jnp.zeros((batch, new_slots), jnp.int32)
+    state = _Decoding(
+        step=jnp.int32(0),
+        cache=cache.fork(params.n),
+        last=jnp.repeat(last_PD, params.n, axis=0),
+        tokens=blank_BC,
+        log_probs=blank_BC.astype(jnp.float32),
+        mask=blank_BC.astype(bool),
+        done=jnp.zeros((batch,), bool),
+    )
+    return request_keys(key, request_P, params.n), state
+
+
+def _step(policy, key_B, state, params):
+    """Draws the next token of every sample and runs it through the model."""
+    stop_ids = jnp.asarray(params.stop_ids, jnp.int32)
+    logits_BV = logits_of(policy, state.last)
+    with jax.named_scope("sample"):
+        kept_BV = kept_tokens(logits_BV, params.truncation)
+        step_key_B = jax.vmap(jax.random.fold_in, (0, None))(key_B, state.step)
+        token_B = sample_tokens(logits_BV, step_key_B, params.truncation, kept_BV)
+        log_prob_B, _ = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
+    alive_B = ~state.done
+    done_B = state.done | jnp.any(token_B[:, None] == stop_ids[None, :], axis=1)
+    # A finished sample's row goes on, without pages, and nobody reads what comes of it.
+    cache = state.cache.release(done_B)
+    hidden_B1D, cache = hidden_states(policy, token_B[:, None], cache, num_new=(~done_B).astype(jnp.int32))
+    return _Decoding(
+        step=state.step + 1,
+        cache=cache,
+        last=hidden_B1D[:, 0],
+        tokens=state.tokens.at[:, state.step].set(jnp.where(alive_B, token_B, 0)),
+        log_probs=state.log_probs.at[:, state.step].set(jnp.where(alive_B, log_prob_B, 0.0)),
+        mask=state.mask.at[:, state.step].set(alive_B),
+        done=done_B,
+    )
+
+
+# For `stream`. The cache is handed from step to step in place.
+_start_jit = jax.jit(_start, static_argnames=("params", "prefill_chunk"))
+_step_jit = jax.jit(_step, static_argnames=("params",), donate_argnames=("state",))
+
+
 @functools.partial(jax.jit, static_argnames=("params", "prefill_chunk"))
 def generate(
     policy: Policy,
@@ -265,45 +380,17 @@ def generate(
     prefill_chunk: int | None = None,
 ) -> Rollouts:
     """`sample` on padded arrays: pure, jitted, no host round trip per token."""
-    num_prompts, slots = tokens.shape
-    batch, new_slots = num_prompts * params.n, params.max_tokens
-    cache, last_PD = _prefill(policy, tokens, lengths, params, prefill_chunk or slots)
-    cache = cache.fork(params.n)
-    key_B = request_keys(key, request_ids, params.n)
-    stop_ids = jnp.asarray(params.stop_ids, jnp.int32)
-
-    def unfinished(state):
-        step, *_, done_B = state
-        return (step < new_slots) & ~jnp.all(done_B)
-
-    def decode(state):
-        step, cache, last_BD, tokens_BC, log_probs_BC, mask_BC, done_B = state
-        logits_BV = logits_of(policy, last_BD)
-        with jax.named_scope("sample"):
-            kept_BV = kept_tokens(logits_BV, params.truncation)
-            token_B = sample_tokens(logits_BV, jax.vmap(jax.random.fold_in, (0, None))(key_B, step), params.truncation, kept_BV)
-            log_prob_B, _ = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
-        alive_B = ~done_B
-        tokens_BC = tokens_BC.at[:, step].set(jnp.where(alive_B, token_B, 0))
-        log_probs_BC = log_probs_BC.at[:, step].set(jnp.where(alive_B, log_prob_B, 0.0))
-        mask_BC = mask_BC.at[:, step].set(alive_B)
-        done_B = done_B | jnp.any(token_B[:, None] == stop_ids[None, :], axis=1)
-        # A finished sample's row goes on, without pages, and nobody reads what comes of it.
-        cache = cache.release(done_B)
-        hidden_B1D, cache = hidden_states(policy, token_B[:, None], cache, num_new=(~done_B).astype(jnp.int32))
-        return step + 1, cache, hidden_B1D[:, 0], tokens_BC, log_probs_BC, mask_BC, done_B
-
-    blank_BC = jnp.zeros((batch, new_slots), jnp.int32)
-    state = (
-        jnp.int32(0), cache, jnp.repeat(last_PD, params.n, axis=0), blank_BC, blank_BC.astype(jnp.float32), blank_BC.astype(bool),
-        jnp.zeros((batch,), bool),
-    )  # fmt: skip
-    _, _, _, tokens_BC, log_probs_BC, mask_BC, done_B = lax.while_loop(unfinished, decode, state)
+    key_B, state = _start(policy, tokens, lengths, request_ids, key, params, prefill_chunk)
+    state = lax.while_loop(
+        lambda state: (state.step < params.max_tokens) & ~jnp.all(state.done),
+        lambda state: _step(policy, key_B, state, params),
+        state,
+    )
     return Rollouts(
-        tokens=tokens_BC,
-        log_probs=log_probs_BC,
-        mask=mask_BC,
-        finish_reason=jnp.where(done_B, FINISH_STOP, FINISH_LENGTH).astype(jnp.int32),
+        tokens=state.tokens,
+        log_probs=state.log_probs,
+        mask=state.mask,
+        finish_reason=jnp.where(state.done, FINISH_STOP, FINISH_LENGTH).astype(jnp.int32),
         prompt_tokens=jnp.repeat(tokens, params.n, axis=0),
         prompt_length=jnp.repeat(lengths, params.n),
     )

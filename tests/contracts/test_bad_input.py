@@ -84,6 +84,16 @@ def test_arguments_of_sample(policy, arguments, wanted):
     assert wanted in _message(mt.sample, policy, **arguments)
 
 
+def test_arguments_of_stream(policy):
+    """At once, not when the first token is asked for."""
+    key = jax.random.key(0)
+    message = _message(mt.stream, policy, [1], mt.SamplingParams(n=2), key=key)
+    assert message == "n=2: a stream is one completion; use sample, or one stream for each request_id"
+    assert _message(mt.stream, policy, [], mt.SamplingParams(), key=key).startswith("prompt 0 is empty")
+    assert "request_ids holds -1" in _message(mt.stream, policy, [1], mt.SamplingParams(), key=key, request_id=-1)
+    assert "outside the vocabulary" in _message(mt.stream, policy, [1], mt.SamplingParams(stop_ids=(256,)), key=key)
+
+
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [

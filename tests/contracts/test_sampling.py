@@ -76,6 +76,22 @@ def test_a_request_alone_is_the_request_in_a_batch(world, assert_same_bits):
     assert_same_bits(_completions(alone, slice(0, n)), _completions(world.rollouts, slice(3 * n, 4 * n)))
 
 
+@pytest.mark.worlds("dense_nvfp4", slow=("moe_nvfp4", "moe_bf16"))
+def test_a_stream_is_the_sample(world):
+    """One step of the sampler at a time, for a prompt alone, against its first sample in the batch: to the last bit."""
+    one = dataclasses.replace(world.sampling, n=1)
+    lengths = []
+    for p in (1, 0):  # equally padded
+        row = p * world.sampling.n
+        tokens, log_probs, mask, finish = _completions(world.rollouts, row)
+        streamed = list(mt.stream(world.policy, world.prompts[p], one, key=jax.random.key(0), request_id=p))
+        assert [token for token, _ in streamed] == np.asarray(tokens)[np.asarray(mask)].tolist()
+        assert [log_prob for _, log_prob in streamed] == np.asarray(log_probs)[np.asarray(mask)].astype(float).tolist()
+        assert (streamed[-1][0] in one.stop_ids) == (int(finish) == FINISH_STOP)
+        lengths.append(len(streamed))
+    assert max(lengths) > 1
+
+
 @pytest.mark.worlds("dense_nvfp4")
 def test_repeated_prompts_and_later_steps_draw_anew(world):
     same = world.sample(prompts=[world.prompts[-1]] * 5)
