@@ -123,7 +123,7 @@ def paged_attention(
       k_pages: [P, S, N, K] in the type of `q`, S = ``key_block(implementation)``.
       v_pages: [P, S, N, K] in the type of `q`.
       tables: [B, J] int32, page numbers. Sequences may share pages.
-      positions: [B, T] int32, each in 0..J*S-1.
+      positions: [B, T] int32, each in 0..J*S-1, or -1: a token that attends nothing. Its result is 0.
       implementation: see `pallas_kernels.dispatch.resolve`. The kernels have head dimensions 16 to 128, powers of two.
 
     Returns:

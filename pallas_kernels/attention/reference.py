@@ -67,6 +67,7 @@ def _attend(q_MHK, k_PSNK, v_PSNK, tables_BJ, sequence_M, first_M, position_M):
         )
         num_blocks = jnp.max(position_R) // KEY_BLOCK + 1
         _, sum_RNG, acc_RNGK = lax.fori_loop(0, num_blocks, step, state)
+        sum_RNG = jnp.where(sum_RNG == 0.0, 1.0, sum_RNG)  # of a token that attends nothing; one that does has 1 at least
         return round_to(acc_RNGK / sum_RNG[..., None], dtype).reshape(rows, num_heads, head_dim)
 
     return map_row_tiles(body, (q_MHK, sequence_M, first_M, position_M))

@@ -105,6 +105,17 @@ def test_page_numbers_and_shared_pages_change_nothing(assert_same_bits):
         assert_same_bits(_paged_attention(query, *pages, table, at), whole[np.arange(_B)[:, None], at])
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_position_of_minus_one_attends_nothing(assert_same_bits, dtype):
+    """Its result is 0, and a neighbour's what it is without it; pages without a token may hold NaN."""
+    q, k, v = _inputs(dtype)
+    pages = [_paged(x, _TABLE, _PAGES, np.nan) for x in (k, v)]
+    at = np.array([[20, -1], [-1, -1]], np.int32)
+    out = np.asarray(_paged_attention(q[:, [20, 3]], *pages, _TABLE, at))
+    assert not out[at == -1].astype(np.float32).any()
+    assert_same_bits(out[0, 0], np.asarray(_attention(q, k, v, _POSITIONS))[0, 20])
+
+
 def test_sequences_do_not_meet(assert_same_bits):
     """Each sequence alone, in another place of the batch, and beside one of other positions."""
     q, k, v = _inputs(jnp.bfloat16)
