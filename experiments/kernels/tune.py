@@ -41,7 +41,6 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "BLOCK_TOKENS": (16, 32, 64),
     "UNROLL": (1, 2, 4),
     "GROUP_M": (4, 8, 16),
-    "SKEWED": (False, True),
 }
 # Tiles that a walk of single steps does not reach. One counts for a kernel that has all its parameters.
 STARTS: tuple[dict[str, Any], ...] = (

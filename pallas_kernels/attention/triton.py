@@ -9,9 +9,8 @@ blocks of a chunk of `CHUNK_BLOCKS`, which starts from nothing; the chunks merge
 programs may take them (decoding few long sequences), and `merge_kernel` then merges as one program does. Blocks that a row does
 not see multiply by one and add zero. Nothing depends on the tile, the neighbours, or where a key lies in memory.
 
-On Hopper the loop over blocks can be skewed: it adds the values of the block before, starts on the scores of the block after, and
-computes the softmax of this one meanwhile. Tensor cores and exponentials then work at the same time within a program. Elsewhere
-the loop is plain; both do the same operations.
+The blocks that all rows of a tile see have a loop of their own, without masks, which are a quarter of the instructions. Both
+loops do the same operations. A block is 64 keys: with 128 the scores take another 32 registers a thread, and the loop spills.
 
 Scores are scaled in base 2: with s = q . k and c = log2(e) / sqrt(K), a weight is 2 ** (s c - max). The log-sum-exp that the
 backward reads is in base 2 as well: lse = max + log2(sum), so that a probability is 2 ** (s c - lse).
@@ -74,78 +73,42 @@ def _weighted_mean(total, acc):
 
 
 @triton.jit
-def _wait(x):
-    """x, once Hopper's tensor cores are done. Without it the assembler sees the scores of the next block read while they are
-    computed, in the copy at the end of the loop, and lets only one product run at a time."""
-    if not _INTERPRETED:
-        x = tl.inline_asm_elementwise("wgmma.wait_group.sync.aligned 0;", "=f,=f,0,1", [x], tl.float32, is_pure=False, pack=2)
-    return x
-
-
-@triton.jit
-def _place(tables_ptr, j, there, PAGED: tl.constexpr, SIZE: tl.constexpr):
-    """Where block j begins, in numbers; any place where it is not there."""
-    if PAGED:
-        place = tl.load(tables_ptr + j, mask=there, other=0).to(tl.int64) * SIZE
+def _attend(
+    j, max_, sum_, acc, q, k_ptr, v_ptr, tables_ptr, offsets, slot, last_slot, row_last,
+    PAGED: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block's part of the online softmax. SIZE: numbers from a block to the next. Without MASKED all rows see all of it."""
+    place = (tl.load(tables_ptr + j).to(tl.int64) if PAGED else j) * SIZE + offsets
+    first = j * BLOCK
+    if MASKED:
+        # Behind the last slot may be anything, and zero times NaN is NaN.
+        there = (first + slot <= last_slot)[:, None]
+        keys, values = tl.load(k_ptr + place, mask=there, other=0.0), tl.load(v_ptr + place, mask=there, other=0.0)
     else:
-        place = j * SIZE
-    return place
-
-
-@triton.jit
-def _rows_of(x_ptr, offsets, slot, last):
-    """A block of keys or values. Behind the last slot may be anything, and zero times NaN is NaN."""
-    return tl.load(x_ptr + offsets, mask=(slot <= last)[:, None], other=0.0)
-
-
-@triton.jit
-def _softmax(scores, max_, sum_, SCALE: tl.constexpr):
-    """The weights of a block, what to multiply earlier values by, the new maximum and the new sum."""
+        keys, values = tl.load(k_ptr + place), tl.load(v_ptr + place)
+    scores = tl.dot(q, tl.trans(_operand(keys)), input_precision="ieee")
+    if MASKED:
+        scores = tl.where((first + slot)[None, :] <= row_last[:, None], scores, float("-inf"))
     new_max = tl.maximum(max_, tl.max(scores, axis=1) * SCALE)
     subtract = _finite(new_max)
     weights = tl.exp2(tl.fma(scores, SCALE, -subtract[:, None]))
     rescale = tl.exp2(max_ - subtract)
-    return weights, rescale, new_max, sum_ * rescale + tl.sum(weights, axis=1)
-
-
-@triton.jit
-def _scores(q, keys):
-    return tl.dot(q, tl.trans(_operand(keys)), input_precision="ieee")
-
-
-@triton.jit
-def _add_values(acc, rescale, weights, values):
-    acc = acc * rescale[:, None]
-    return tl.dot(_operand(round_to(weights, values.dtype)), _operand(values), acc, input_precision="ieee")
-
-
-@triton.jit
-def _skewed_step(
-    j, end, first, scores, weights, rescale, max_, sum_, acc, q, k_ptr, v_ptr, tables_ptr, offsets, slot, last_slot, row_last,
-    PAGED: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Values of block j - 1 (from `first` on), scores of block j + 1, softmax of block j."""
-    place = _place(tables_ptr, j - 1, j > first, PAGED, SIZE)
-    values = _rows_of(v_ptr, place + offsets, (j - 1) * BLOCK + slot, tl.where(j > first, last_slot, -BLOCK - 1))
-    acc = _add_values(acc, rescale, weights, values)
-    place = _place(tables_ptr, j + 1, j + 1 < end, PAGED, SIZE)
-    next_scores = _scores(q, _rows_of(k_ptr, place + offsets, (j + 1) * BLOCK + slot, last_slot))
-    if MASKED:
-        scores = tl.where((j * BLOCK + slot)[None, :] <= row_last[:, None], scores, float("-inf"))
-    weights, rescale, max_, sum_ = _softmax(scores, max_, sum_, SCALE)
-    return next_scores, weights, rescale, max_, _wait(sum_), acc
+    sum_ = sum_ * rescale + tl.sum(weights, axis=1)
+    acc = tl.dot(_operand(round_to(weights, values.dtype)), _operand(values), acc * rescale[:, None], input_precision="ieee")
+    return new_max, sum_, acc
 
 
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, positions_ptr, batch, length, table_length, out_ptr, stats_ptr,
-    PAGED: tl.constexpr, SPLIT: tl.constexpr, ONE_CHUNK: tl.constexpr, SKEWED: tl.constexpr,
+    PAGED: tl.constexpr, SPLIT: tl.constexpr, ONE_CHUNK: tl.constexpr, DECODES: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, HEAD_ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out [B, T, H, K], stats [B, H, T]: the log-sum-exp. SPLIT: program_id(1) is a chunk, out [chunks, B, T, H, K] float32 the
     sums of weighted values, stats [2, chunks, B, T, H] the maxima and the sums of the weights; chunks without keys are not
-    written. HEAD_ROWS: G, filled up to a power of two; a token has so many rows of the tile. CHUNK: blocks of a chunk."""
+    written. DECODES: all blocks in the loop with masks; memory is what bounds a tile of few tokens, and one loop starts to read
+    once. HEAD_ROWS: G, filled up to a power of two; a token has so many rows of the tile. CHUNK: blocks of a chunk."""
     TOKENS: tl.constexpr = BLOCK_M // HEAD_ROWS
     H: tl.constexpr = G * N
     # Long tiles first, all heads and sequences of a tile side by side: short ones fill the gaps at the end.
@@ -202,33 +165,19 @@ def attention_kernel(
         acc = tl.zeros((BLOCK_M, K), tl.float32)
         first = chunk * CHUNK
         end = tl.minimum(first + CHUNK, num_blocks)
-        if SKEWED:
-            # All rows see all of the blocks before this one.
-            masked = tl.maximum(tl.minimum((least + 1) // BLOCK, end), first)
-            place = _place(tables_ptr, first, True, PAGED, BLOCK * N * K)
-            scores = _scores(q, _rows_of(k_ptr, place + offsets, first * BLOCK + slot, last_slot))
-            weights = tl.zeros((BLOCK_M, BLOCK), tl.float32)
-            rescale = tl.full((BLOCK_M,), 1.0, tl.float32)
-            for j in range(first, masked):
-                scores, weights, rescale, max_, sum_, acc = _skewed_step(
-                    j, end, first, scores, weights, rescale, max_, sum_, acc, q, k_ptr, v_ptr, tables_ptr, offsets, slot,
-                    last_slot, row_last, PAGED, False, BLOCK * N * K, SCALE, BLOCK,
+        full = first
+        if not DECODES:
+            full = tl.maximum(tl.minimum((least + 1) // BLOCK, end), first)
+            for j in range(first, full):
+                max_, sum_, acc = _attend(
+                    j, max_, sum_, acc, q, k_ptr, v_ptr, tables_ptr, offsets, slot, last_slot, row_last,
+                    PAGED, False, BLOCK * N * K, SCALE, BLOCK,
                 )  # fmt: skip
-            for j in range(masked, end):
-                scores, weights, rescale, max_, sum_, acc = _skewed_step(
-                    j, end, first, scores, weights, rescale, max_, sum_, acc, q, k_ptr, v_ptr, tables_ptr, offsets, slot,
-                    last_slot, row_last, PAGED, True, BLOCK * N * K, SCALE, BLOCK,
-                )  # fmt: skip
-            place = _place(tables_ptr, end - 1, True, PAGED, BLOCK * N * K)
-            acc = _add_values(acc, rescale, weights, _rows_of(v_ptr, place + offsets, (end - 1) * BLOCK + slot, last_slot))
-        else:
-            for j in range(first, end):
-                place = _place(tables_ptr, j, True, PAGED, BLOCK * N * K)
-                scores = _scores(q, _rows_of(k_ptr, place + offsets, j * BLOCK + slot, last_slot))
-                if j * BLOCK + BLOCK - 1 > least:
-                    scores = tl.where((j * BLOCK + slot)[None, :] <= row_last[:, None], scores, float("-inf"))
-                weights, rescale, max_, sum_ = _softmax(scores, max_, sum_, SCALE)
-                acc = _add_values(acc, rescale, weights, _rows_of(v_ptr, place + offsets, j * BLOCK + slot, last_slot))
+        for j in range(full, end):
+            max_, sum_, acc = _attend(
+                j, max_, sum_, acc, q, k_ptr, v_ptr, tables_ptr, offsets, slot, last_slot, row_last,
+                PAGED, True, BLOCK * N * K, SCALE, BLOCK,
+            )  # fmt: skip
         if ONE_CHUNK:
             total_max, total_sum, total_acc = max_, sum_, acc
         else:
@@ -275,10 +224,10 @@ def merge_kernel(
 # --- launches ------------------------------------------------------------------------------------------------------------------
 
 # Training: 128 rows read a block of keys from the cache half as often as 64 do. Decoding has few rows, and reads ahead (a page's
-# number takes a stage of its own). float32 has one tile for everything: without tensor cores a layout's sums follow the tile, and
-# products are unrolled into multiply-adds, so it is small.
-_PREFILL = dict(BLOCK_M=128, SKEWED=True, num_warps=8, num_stages=2)
-_DECODE = dict(BLOCK_M=64, SKEWED=True, num_warps=4, num_stages=3)
+# number takes a stage of its own); with five stages two programs fit the shared memory of a multiprocessor. float32 has one tile
+# for everything: without tensor cores a layout's sums follow the tile. Products are unrolled into multiply-adds, so it is small.
+_PREFILL = dict(BLOCK_M=128, num_warps=8, num_stages=3)
+_DECODE = dict(BLOCK_M=64, num_warps=4, num_stages=5)
 _FLOAT32 = dict(BLOCK_M=16, num_warps=8, num_stages=1)
 _MERGE_ROWS = 4
 
@@ -293,7 +242,6 @@ def attention_launch(
     *,
     table_length: int | None = None,
     split: bool | None = None,
-    hopper: bool | None = None,
 ) -> gpu.Launch:
     """Inputs: q [B, T, H, K]; k, v [B, T, N, K], or pages [P, KEY_BLOCK, N, K] where there is a `table_length` J; tables [B, J]
     (any array where there are none); positions [B, T]; B; T; J. Outputs: see `attention_kernel`.
@@ -307,11 +255,8 @@ def attention_launch(
       dtype: bfloat16 or float32.
       table_length: J, where keys and values are pages.
       split: whether chunks have programs of their own; None: where a tile holds all of a sequence's tokens, as in decoding.
-      hopper: whether the kernel may be one for compute capability 90 alone; None: where the GPU at hand has it. Same bits.
     """
     dtype = jnp.dtype(dtype)
-    if hopper is None:
-        hopper = jax.default_backend() == "gpu" and gpu.capability() == 90
     paged = table_length is not None
     G = H // N
     head_rows = triton.next_power_of_2(G)
@@ -320,20 +265,18 @@ def attention_launch(
     decodes = T * head_rows <= 64
     if dtype == jnp.float32:
         block_m, num_warps, num_stages = max(_FLOAT32["BLOCK_M"], head_rows), _FLOAT32["num_warps"], _FLOAT32["num_stages"]
-        skewed = False
     else:
         op = f"attention_{'decode' if decodes else 'prefill'}_{dtype.name}"
         config = tuning.config(op, rows=T, features=H, depth=K, default=_DECODE if decodes else _PREFILL)
         block_m = max(64, min(config["BLOCK_M"], KEY_BLOCK * head_rows))  # a tile has one sequence: no more tokens than a block
         # More warps than there are groups of 16 rows would share a row's keys, and sum them in another order.
         num_warps, num_stages = min(config["num_warps"], block_m // 16), config["num_stages"]
-        skewed = hopper and config["SKEWED"]
     programs = triton.cdiv(T, block_m // head_rows) * B * N
     chunks = triton.cdiv(table_length if paged else triton.cdiv(T, KEY_BLOCK), CHUNK_BLOCKS)
     if split is None:
         split = paged and decodes and chunks > 1
     constants = dict(
-        PAGED=paged, SPLIT=split, ONE_CHUNK=split or chunks == 1, SKEWED=skewed, G=G, N=N, K=K,
+        PAGED=paged, SPLIT=split, ONE_CHUNK=split or chunks == 1, DECODES=decodes, G=G, N=N, K=K,
         SCALE=scale_log2(K), BLOCK_M=block_m, HEAD_ROWS=head_rows, BLOCK=KEY_BLOCK, CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
     if split:
@@ -377,7 +320,7 @@ def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, 
 
 
 def paged_attention(q_BTHK, k_PSNK, v_PSNK, tables_BJ, positions_BT, *, split: bool | None = None) -> jax.Array:
-    """Attention over pages; a position of -1 attends nothing and gives 0. `split`: see `attention_launch`."""
+    """See `api.paged_attention`. `split`: see `attention_launch`."""
     B, T, H, K = q_BTHK.shape
     J = tables_BJ.shape[1]
     launch = attention_launch(B, T, H, k_PSNK.shape[2], K, q_BTHK.dtype, table_length=J, split=split)
