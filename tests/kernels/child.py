@@ -28,9 +28,9 @@ def _interpret(launch: gpu.Launch, inputs, expected) -> list[int]:
     return [_differing(a, b) for a, b in zip(outputs, expected, strict=True)]
 
 
-def _compile(launch: gpu.Launch, inputs) -> dict:
+def _compile(launch: gpu.Launch, inputs, capabilities=CAPABILITIES) -> dict:
     found = {}
-    for capability in CAPABILITIES:
+    for capability in capabilities:
         ptx = gpu.compile_ahead(launch, *inputs, capability=capability).asm["ptx"]
         found[str(capability)] = dict(
             atomics=len(re.findall(r"\b(?:atom|red)\.", ptx)),
@@ -46,7 +46,8 @@ def main(interpreted, compiled) -> None:
 
     Args:
       interpreted: function that yields (name, launch, inputs, expected outputs), small.
-      compiled: function that yields (name, launch, shapes of the inputs), as large as a model's.
+      compiled: function that yields (name, launch, shapes of the inputs), as large as a model's, and what to compile for where
+        that is not all of `CAPABILITIES`.
     """
     if sys.argv[1] == "interpret":
         results = {name: _interpret(*rest) for name, *rest in interpreted()}
