@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint clean
+.PHONY: quickstart test test-all test-files lint clean
 
 quickstart: $(VENV)/installed-experiments
 	$(BIN)/python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
@@ -11,11 +11,16 @@ quickstart: $(VENV)/installed-experiments
 	$(BIN)/python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart-naive \
 	  --config.init_from=runs/quickstart --config.sft.steps=0 --config.sampler.engine=naive --config.plot_beside=runs/quickstart
 
-test: lint
+test: lint test-files
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-test-all: lint
+test-all: lint test-files
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
+
+# Files that some tests need and that are in no Python package: into the user's cache, or $MINITE_JAX_TEST_FILES. Without them
+# those tests are skipped.
+test-files: $(BIN)/python
+	@$(BIN)/python tests/text/qwen3_files.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

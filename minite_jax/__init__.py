@@ -33,8 +33,9 @@ _NAMES: dict[str, str] = {
     "SamplingParams": "minite_jax.sampler.sampling",
     "sample": "minite_jax.sampler.sampling",
     "stream": "minite_jax.sampler.sampling",
+    "Tokenizer": "minite_jax.text.tokenizer",
 }
-_SUBMODULES = ("checkpoint", "diagnostics", "learner", "metrics", "model", "precision", "sampler", "tasks")
+_SUBMODULES = ("checkpoint", "diagnostics", "learner", "metrics", "model", "precision", "sampler", "tasks", "text")
 
 __all__ = [*_NAMES, *_SUBMODULES]
 

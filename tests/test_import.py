@@ -9,7 +9,9 @@ import pytest
 
 import minite_jax
 
-HEAVY = ("triton", "jax_triton", "torch", "tensorflow", "matplotlib", "orbax", "tensorboardX", "safetensors")
+HEAVY = (
+    "triton", "jax_triton", "torch", "tensorflow", "matplotlib", "orbax", "tensorboardX", "safetensors", "tokenizers", "jinja2",
+)  # fmt: skip
 
 
 def loaded_after(code: str) -> set[str]:

@@ -2,7 +2,7 @@
 
 from minite_jax.tasks.base import Example, Task
 from minite_jax.tasks.digit_sum import DigitSum
-from minite_jax.tasks.tokenizer import ByteTokenizer
+from minite_jax.text import ByteTokenizer
 
 TASKS = {"digit_sum": DigitSum}
 

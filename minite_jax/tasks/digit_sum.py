@@ -13,7 +13,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from minite_jax.tasks.base import Example
-from minite_jax.tasks.tokenizer import ByteTokenizer
+from minite_jax.text import ByteTokenizer
 
 _SPLITS = {"sft": (0.0, 0.4), "rl": (0.4, 0.8), "heldout": (0.8, 1.0)}
 _ORDER_SEED = 20251118  # which prompts are in which split: part of the task, not of a run

@@ -1,18 +1,17 @@
 """The byte-level tokenizer of the small models."""
 
-import operator
 from collections.abc import Iterable
 from typing import SupportsIndex
 
-import numpy as np
-
-_NO_BYTE = 0xFF  # occurs nowhere in UTF-8
+from minite_jax.text import base
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8; ids 0..255."""
+    """One token per byte of UTF-8; ids 0..255. A `TextTokenizer` without end marks: a task says which byte ends a completion."""
 
     vocab_size = 256
+    stop_ids: tuple[int, ...] = ()
+    special_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -25,8 +24,8 @@ class ByteTokenizer:
         Raises:
           ValueError: a negative id.
         """
-        # To the host at once; and never `bytes(array)`, which is the array's memory.
-        ids = [operator.index(i) for i in (np.asarray(ids) if hasattr(ids, "__array__") else ids)]
-        if min(ids, default=0) < 0:
-            raise ValueError(f"token id {min(ids)} is negative")
-        return bytes(i if i < 256 else _NO_BYTE for i in ids).decode("utf-8", errors="replace")
+        return base.decode(self, ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The byte; `NO_TEXT` beyond 255."""
+        return bytes([token_id]) if token_id < 256 else base.NO_TEXT
