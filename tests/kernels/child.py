@@ -11,7 +11,8 @@ import numpy as np
 
 from pallas_kernels import gpu
 
-CAPABILITIES = (90, 100, 103)
+# What was run and what is aimed at. B200 (100) differs from B300 in nothing that these kernels use; native FP4 has both.
+CAPABILITIES = (90, 103)
 
 
 def _differing(actual, expected) -> int:

@@ -53,7 +53,7 @@ def test_bits_are_the_references(child, kernel, dtype):
     assert child("interpret")[f"{kernel}-{dtype}"] == [0]
 
 
-@pytest.mark.parametrize("capability", ["90", "100", "103"])
+@pytest.mark.parametrize("capability", ["90", "103"])
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_compiled_without_atomics(child, kernel, capability):
     found = child("compile")[kernel][capability]

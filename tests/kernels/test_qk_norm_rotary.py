@@ -52,7 +52,7 @@ def test_bits_are_the_references(child, kernel, dtype):
     assert results == [0] * 3
 
 
-@pytest.mark.parametrize("capability", ["90", "100", "103"])
+@pytest.mark.parametrize("capability", ["90", "103"])
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_compiled_without_atomics_or_contraction(child, kernel, capability):
     found = child("compile")[kernel][capability]

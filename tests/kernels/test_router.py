@@ -43,7 +43,7 @@ def test_experts_are_the_references(child, name):
     assert child("interpret")[name] == [0, 0]
 
 
-@pytest.mark.parametrize("capability", ["90", "100", "103"])
+@pytest.mark.parametrize("capability", ["90", "103"])
 def test_compiled_to_float32_arithmetic(child, capability):
     found = child("compile")["router"][capability]
     assert found["atomics"] == found["mma"] == 0
