@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Protocol, SupportsIndex, runtime_checkable
 
+from minite_jax.text import TextTokenizer
+
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -25,10 +27,12 @@ class Task(Protocol):
     """Problems by split ("sft", "rl", "heldout") and index, and their rewards.
 
     Attributes:
+      tokenizer: of prompts and completions.
       stop_ids: token ids that end a completion.
       max_prompt_tokens, max_completion_tokens: room that every problem fits in.
     """
 
+    tokenizer: TextTokenizer
     stop_ids: tuple[int, ...]
     max_prompt_tokens: int
     max_completion_tokens: int

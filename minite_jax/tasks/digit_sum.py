@@ -38,8 +38,8 @@ class DigitSum:
         rng = np.random.default_rng(_ORDER_SEED)
         self._order = rng.permutation(10**num_digits)
         self._has_working = rng.random(10**num_digits) < working_share
-        self._tokenizer = ByteTokenizer()
-        self.vocab_size = self._tokenizer.vocab_size
+        self.tokenizer = ByteTokenizer()
+        self.vocab_size = self.tokenizer.vocab_size
         self.stop_ids = tuple(self.encode("."))
         self.max_prompt_tokens = num_digits + 1
         self.max_completion_tokens = num_digits + 3
@@ -66,15 +66,15 @@ class DigitSum:
         return Example("".join(map(str, digits)) + "?", f"{working}={answer}.", answer)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+        return self.tokenizer.encode(text)
 
     def reward(self, example: Example, completion_ids: Iterable[SupportsIndex]) -> float:
         """1 if the completion has one "=" and ends in "=", the right digit and the end mark; else 0. The working is not
         judged.
         """
-        text = self._tokenizer.decode(completion_ids)
+        text = self.tokenizer.decode(completion_ids)
         return float(text.count("=") == 1 and text.endswith(f"={example.answer}."))
 
     def traits(self, completion_ids: Iterable[SupportsIndex]) -> dict[str, float]:
         """`working`: whether something stands before the "="."""
-        return {"working": float(self._tokenizer.decode(completion_ids).find("=") > 0)}
+        return {"working": float(self.tokenizer.decode(completion_ids).find("=") > 0)}

@@ -81,7 +81,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception
             raise UserError(f"{file} is no tokenizer: {' '.join(str(error).split())}; copy it anew") from error
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         marks = _marks(config)
         _check_added(backend, config, folder)
         return cls(
@@ -157,8 +157,12 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where there is no such file."""
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object of a file; an empty one where there is no such file.
+
+    Raises:
+      UserError: it cannot be read, or holds no object.
+    """
     if not file.is_file():
         return {}
     try:
@@ -195,7 +199,7 @@ def _stop_ids(folder: Path, backend: Any, marks: dict[str, str]) -> list[int]:
     """The end tokens: those of generation_config.json (or config.json), then the tokenizer's."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        listed = _read_json(folder / name).get("eos_token_id")
+        listed = read_json(folder / name).get("eos_token_id")
         listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
             raise UserError(f"{folder / name}: eos_token_id must be an id or a list of ids, not {listed}")
