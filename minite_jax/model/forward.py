@@ -27,12 +27,12 @@ from pallas_kernels.log_prob import Truncation, token_log_prob
 from pallas_kernels.matmul import matmul
 from pallas_kernels.numerics import round_to
 from pallas_kernels.qk_norm_rotary import qk_norm_rotary
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rotary import rotary_table
 
 
 def _add(x_MD, y_MD):
-    """Residual add: one float32 add, rounded to the stream's type."""
+    """The add of `add_rms_norm`, where no norm follows: one float32 add, rounded to the stream's type."""
     return round_to(x_MD.astype(jnp.float32) + y_MD.astype(jnp.float32), x_MD.dtype)
 
 
@@ -58,14 +58,12 @@ class _Places:
     slots: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None
 
 
-def _attention_block(policy, layer, weights, x, places, pages):
+def _attention_block(config, format, weights, x, places, pages):
     """Projections, norms, rotation, attention of an `Activation`. Returns the block's output and, with a cache, this layer's
     pages of keys and values.
     """
-    config = policy.config
     batch, length = places.positions.shape
     H, N, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    format = policy.format_of(ATTENTION, layer)
 
     qkv_MHK = linear(format, x, weights["qkv"].stored, weights["qkv"].master).reshape(-1, H + 2 * N, K)
     norms = (_value(weights["q_norm"]), _value(weights["k_norm"]))
@@ -82,25 +80,29 @@ def _attention_block(policy, layer, weights, x, places, pages):
     return out_MD, pages
 
 
-def _mlp_block(policy, layer, weights, x_MD):
-    config = policy.config
-    format = policy.format_of(EXPERTS if config.is_moe else MLP, layer)
-    x = normed(format, x_MD, _value(weights["mlp_norm"]), eps=config.rms_norm_eps, keep=config.is_moe)
+def _mlp_block(config, format, weights, x):
+    """Gate, up and down, or the experts, of an `Activation`."""
     if config.is_moe:
         return moe(config, format, weights, x)
     gate_up_MF = linear(format, x, weights["gate_up"].stored, weights["gate_up"].master)
     return linear(format, gated(format, gate_up_MF), weights["down"].stored, weights["down"].master)
 
 
-def _layer(policy, layer, weights, x_MD, *, places, pages):
-    format = policy.format_of(ATTENTION, layer)
+def _layer(policy, layer, weights, stream, pages, *, places, one_part):
+    """One layer. The residual stream comes and goes as (x, what the last block adds to it), since the norm that reads the sum
+    adds the two in its own kernel; with `one_part` it goes as (sum, None).
+    """
+    config = policy.config
     # The scopes are for profiles: an operation's name tells which part of the model it belongs to.
     with jax.named_scope("attention"):
-        x = normed(format, x_MD, _value(weights["attention_norm"]), eps=policy.config.rms_norm_eps)
-        attended_MD, pages = _attention_block(policy, layer, weights, x, places, pages)
-        x_MD = _add(x_MD, attended_MD)
-    with jax.named_scope("moe" if policy.config.is_moe else "mlp"):
-        return _add(x_MD, _mlp_block(policy, layer, weights, x_MD)), pages
+        format, weight = policy.format_of(ATTENTION, layer), _value(weights["attention_norm"])
+        x_MD, x = normed(format, *stream, weight, eps=config.rms_norm_eps)
+        block_MD, pages = _attention_block(config, format, weights, x, places, pages)
+    with jax.named_scope("moe" if config.is_moe else "mlp"):
+        format, weight = policy.format_of(EXPERTS if config.is_moe else MLP, layer), _value(weights["mlp_norm"])
+        x_MD, x = normed(format, x_MD, block_MD, weight, eps=config.rms_norm_eps, keep=config.is_moe)
+        block_MD = _mlp_block(config, format, weights, x)
+        return (_add(x_MD, block_MD), None) if one_part else (x_MD, block_MD), pages
 
 
 def hidden_states(
@@ -153,17 +155,18 @@ def hidden_states(
 
     with jax.named_scope("embed"):
         x_MD = embed(tokens.reshape(-1), weights["embed"].stored, master=weights["embed"].master)
-    pages = None if cache is None else tuple(zip(cache.keys, cache.values, strict=True))
+    pages = [None] * config.num_hidden_layers if cache is None else list(zip(cache.keys, cache.values, strict=True))
     shape = policy.replace(weights=None, masters=None)
     scan_layers = jax.default_backend() != "gpu" if scan_layers is None else scan_layers
-    new_pages = []
+    stream, new_pages = (x_MD, None), []
     for first, last in _runs(policy) if scan_layers else ((i, i + 1) for i in range(config.num_hidden_layers)):
-        layer = functools.partial(_layer, shape, first, places=places)
-        run_pages = None if pages is None else pages[first:last]
-        x_MD, written = _run_layers(jax.checkpoint(layer) if remat else layer, weights["layers"][first:last], x_MD, run_pages)
+        # Between layers of a loop, and where the backward starts again, the stream is one array: two would be kept in its place.
+        layer = functools.partial(_layer, shape, first, places=places, one_part=scan_layers or remat)
+        layer = jax.checkpoint(layer) if remat else layer
+        stream, written = _run_layers(layer, weights["layers"][first:last], stream, pages[first:last])
         new_pages += written
     with jax.named_scope("head"):
-        hidden_MD = rms_norm(x_MD, _value(weights["final_norm"]), eps=config.rms_norm_eps)
+        _, hidden_MD = add_rms_norm(*stream, _value(weights["final_norm"]), eps=config.rms_norm_eps)
     if cache is not None:
         keys, values = zip(*new_pages, strict=True)
         cache = cache.replace(keys=keys, values=values)
@@ -204,22 +207,17 @@ def _runs(policy: Policy) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(formats)], strict=True))
 
 
-def _run_layers(layer, weights, x_MD, pages):
+def _run_layers(layer, weights, stream, pages):
     """Applies layers of one format one after another. Several become one loop, so that compiling does not grow with depth.
 
-    Returns the hidden states and, with a cache, each layer's pages.
+    Returns the residual stream and each layer's pages (None without a cache).
     """
     if len(weights) == 1:
-        x_MD, written = layer(weights[0], x_MD, pages=None if pages is None else pages[0])
-        return x_MD, [] if pages is None else [written]
-
-    def body(x_MD, each):
-        x_MD, written = layer(each[0], x_MD, pages=each[1])
-        return x_MD, None if pages is None else written
-
+        stream, written = layer(weights[0], stream, pages[0])
+        return stream, [written]
     stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
-    x_MD, written = lax.scan(body, x_MD, (stack(weights), None if pages is None else stack(pages)))
-    return x_MD, [] if pages is None else [jax.tree.map(lambda leaf, i=i: leaf[i], written) for i in range(len(weights))]
+    stream, written = lax.scan(lambda stream, each: layer(each[0], stream, each[1]), stream, (stack(weights), stack(pages)))
+    return stream, [jax.tree.map(lambda leaf, i=i: leaf[i], written) for i in range(len(weights))]
 
 
 def output_head(policy: Policy) -> Weight:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from minite_jax.precision.recipe import MatmulFormat
 from pallas_kernels import nvfp4
 from pallas_kernels.operands import Operand
-from pallas_kernels.rms_norm import rms_norm, rms_norm_quantize
+from pallas_kernels.rms_norm import add_rms_norm, add_rms_norm_backward, add_rms_norm_quantize
 from pallas_kernels.silu_mul import silu_mul, silu_mul_quantize
 
 
@@ -47,25 +47,55 @@ def activation(format: MatmulFormat, x: Activation | Float[Array, "M K"]) -> Act
 
 
 def normed(
-    format: MatmulFormat, x: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float, keep: bool = False
-) -> Activation:
-    """RMS norm, rounded to the format of the matmul that reads it.
+    format: MatmulFormat,
+    x: Float[Array, "M D"],
+    y: Float[Array, "M D"] | None,
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    keep: bool = False,
+) -> tuple[Float[Array, "M D"], Activation]:
+    """The next sum of the residual stream, and its RMS norm, rounded to the format of the matmul that reads it.
 
     Args:
       format: of the matmul.
-      x: [M, D] bfloat16 or float32.
+      x: [M, D] bfloat16 or float32, the residual stream so far.
+      y: [M, D] in the type of `x`, what a block adds to it, or None: nothing.
       weight: [D] float32.
       eps: see `pallas_kernels.rms_norm`.
       keep: whether the carrier holds the normalised rows, for a reader that is no matmul of this format (a router). Otherwise
         its values are not to be read.
+
+    Returns:
+      The residual stream ``x + y``, and its norm.
     """
     if not format.quantized:
-        return Activation(rms_norm(x, weight, eps=eps))
-    x_fixed, weight_fixed = jax.lax.stop_gradient((x, weight))
-    if keep:
-        rows = rms_norm(x, weight, eps=eps)
-        return Activation(rows, nvfp4.quantize_operand(jax.lax.stop_gradient(rows), format.activation))
-    return Activation(_norm_carrier(eps, x, weight), rms_norm_quantize(x_fixed, weight_fixed, format.activation, eps=eps))
+        sum_MD, normed_MD = add_rms_norm(x, y, weight, eps=eps)
+        return sum_MD, Activation(normed_MD)
+    sum_MD, carrier_MD, quantized = _normed(format.activation, eps, keep, y is not None, x, y, weight)
+    return sum_MD, Activation(carrier_MD, jax.lax.stop_gradient(quantized))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _normed(rule, eps, keep, adds, x_MD, y_MD, weight_D):
+    """The sum, the norm's carrier, and the quantised norm."""
+    del adds
+    sum_MD, normed_MD, quantized = add_rms_norm_quantize(x_MD, y_MD, weight_D, rule, eps=eps, keep=keep)
+    return sum_MD, normed_MD if keep else sum_MD, quantized
+
+
+def _normed_forward(rule, eps, keep, adds, x_MD, y_MD, weight_D):
+    results = _normed(rule, eps, keep, adds, x_MD, y_MD, weight_D)
+    return results, (results[0], weight_D)
+
+
+def _normed_backward(rule, eps, keep, adds, residuals, gradients):
+    g_sum_MD, g_normed_MD, _ = gradients
+    d_MD, dweight_D = add_rms_norm_backward(*residuals, g_sum_MD, g_normed_MD, eps=eps)
+    return d_MD, d_MD if adds else None, dweight_D
+
+
+_normed.defvjp(_normed_forward, _normed_backward)
 
 
 def gated(format: MatmulFormat, gate_up: Float[Array, "M F2"]) -> Activation:
@@ -80,24 +110,7 @@ def gated(format: MatmulFormat, gate_up: Float[Array, "M F2"]) -> Activation:
     return Activation(_gate_carrier(gate_up), silu_mul_quantize(jax.lax.stop_gradient(gate_up), format.activation))
 
 
-# Carriers: functions with the gradient of a norm or a gate, whose values nobody reads and nothing has to compute.
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_carrier(eps, x_MD, weight_D):
-    del weight_D
-    return x_MD
-
-
-def _norm_forward(eps, x_MD, weight_D):
-    return x_MD, (x_MD, weight_D)
-
-
-def _norm_backward(eps, residuals, g_MD):
-    return jax.vjp(functools.partial(rms_norm, eps=eps), *residuals)[1](g_MD)
-
-
-_norm_carrier.defvjp(_norm_forward, _norm_backward)
+# A carrier: a function with the gradient of a gate, whose values nobody reads and nothing has to compute.
 
 
 @jax.custom_vjp

@@ -21,6 +21,12 @@ def rms_norm(x_MD, weight_D, *, eps):
     return map_row_tiles(body, x_MD)
 
 
+def add_rms_norm(x_MD, y_MD, weight_D, *, eps):
+    """The sum, rounded to the type of x, and its norm."""
+    sum_MD = round_to(x_MD.astype(jnp.float32) + y_MD.astype(jnp.float32), x_MD.dtype)
+    return sum_MD, rms_norm(sum_MD, weight_D, eps=eps)
+
+
 def _tile_sums(terms_MD):
     """[M, D] -> [tiles, D]: sums of ROW_TILE rows, added one after another."""
     num_rows, width = terms_MD.shape
@@ -32,12 +38,17 @@ def _tile_sums(terms_MD):
     return total_TD
 
 
-def rms_norm_backward(x_MD, weight_D, g_MD, *, eps):
-    """Gradient of x in its type, and the sums over tiles of rows [tiles, D] whose sum is the weight's gradient."""
+def rms_norm_backward(x_MD, weight_D, g_MD, addend_MD=None, *, eps):
+    """Gradient of x in its type, and the sums over tiles of rows [tiles, D] whose sum is the weight's gradient.
+
+    An addend is what x has of gradient from elsewhere: the two are added before the one rounding.
+    """
     x32_MD, g32_MD = x_MD.astype(jnp.float32), g_MD.astype(jnp.float32)
     inverse_M1 = _inverse_rms(x32_MD, eps)
     unit_MD = x32_MD * inverse_M1
     dunit_MD = separate_product(g32_MD * weight_D[None, :])
     mean_M = blocked_sum(separate_product(dunit_MD * unit_MD)) * (1.0 / x_MD.shape[-1])
     dx_MD = inverse_M1 * (dunit_MD - separate_product(unit_MD * mean_M[:, None]))
+    if addend_MD is not None:
+        dx_MD = separate_product(dx_MD) + addend_MD.astype(jnp.float32)
     return round_to(dx_MD, x_MD.dtype), _tile_sums(separate_product(g32_MD * unit_MD))

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import nvfp4
 from pallas_kernels.nvfp4 import ScaleRule
-from pallas_kernels.rms_norm import rms_norm, rms_norm_quantize
+from pallas_kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from pallas_kernels.silu_mul import silu_mul, silu_mul_quantize
 
 pytestmark = pytest.mark.gpu
@@ -175,3 +175,29 @@ def test_norm_and_quantise_in_one_kernel(k):
     _assert_equal(fused, nvfp4.quantize_expanded(rms_norm(x, weight, eps=1e-6), RULES["fp8_exact"]))
     reference = jax.jit(lambda x: rms_norm_quantize(x, weight, RULES["fp8_exact"], eps=1e-6, implementation="reference"))
     _assert_equal(fused, reference(x))
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
+@pytest.mark.parametrize("k", [16, 80, 768, 2048, 4096, 8192, 12288])
+def test_add_norm_and_quantise_in_one_kernel(k, keep):
+    x, y, weight = _data(130, k, jnp.bfloat16), _data(130, k, jnp.bfloat16, seed=4), _data(1, k, jnp.float32, seed=5)[0]
+
+    def run(x, y, weight, implementation):
+        rule = RULES["fp8_exact"]
+        return add_rms_norm_quantize(x, y, weight, rule, eps=1e-6, keep=keep, implementation=implementation)
+
+    for each in (y, None):
+        total, normed = add_rms_norm(x, each, weight, eps=1e-6, implementation="triton")
+        expected = total, normed if keep else None, nvfp4.quantize_expanded(normed, RULES["fp8_exact"])
+        fused = run(x, each, weight, "triton")
+        _assert_equal(fused, expected)
+        _assert_equal(fused, jax.jit(run, static_argnames="implementation")(x, each, weight, implementation="reference"))
+
+
+def test_rows_that_are_added_normed_and_quantised_do_not_depend_on_their_number_or_neighbours():
+    x, y, weight = _data(4096, 2048, jnp.bfloat16), _data(4096, 2048, jnp.bfloat16, seed=4), jnp.linspace(0.5, 2, 2048)
+    run = lambda part: add_rms_norm_quantize(x[part], y[part], weight, RULES["fp8_exact"], eps=1e-6, keep=True)  # noqa: E731
+    whole = run(slice(None))
+    for m in ROWS:
+        part = slice(min(1000, 4096 - m), min(1000, 4096 - m) + m)
+        _assert_equal(run(part), jax.tree.map(lambda leaf, part=part: leaf[part], whole))

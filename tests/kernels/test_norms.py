@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-_KERNELS = ["rms_norm", "rms_norm_backward", "silu_mul", "silu_mul_backward", "rotary"]
+_KERNELS = [
+    "rms_norm", "rms_norm_backward", "add_rms_norm", "add_rms_norm_backward", "silu_mul", "silu_mul_backward", "rotary",
+]  # fmt: skip
 _CASES = [f"{kernel}-{dtype}" for kernel in _KERNELS for dtype in ("bfloat16", "float32")]
 _EPS = 1e-6
 
@@ -38,6 +40,11 @@ def _interpreted():
         yield case("rms_norm", launch, norm_reference.rms_norm, x, weight, size=(M,), eps=_EPS)
         launch = norm.rms_norm_backward_launch(M, D, dtype, _EPS)
         yield case("rms_norm_backward", launch, norm_reference.rms_norm_backward, x, weight, g, size=(M,), eps=_EPS)
+        launch = norm.rms_norm_launch(M, D, dtype, _EPS, add=True)
+        yield case("add_rms_norm", launch, norm_reference.add_rms_norm, x, g, weight, size=(M,), eps=_EPS)
+        launch = norm.rms_norm_backward_launch(M, D, dtype, _EPS, add=True)
+        inputs = (x, weight, g, jnp.flip(x))
+        yield case("add_rms_norm_backward", launch, norm_reference.rms_norm_backward, *inputs, size=(M,), eps=_EPS)
 
         gate_up = jnp.asarray(rng.standard_normal((M, 2 * F)) * 9, dtype)
         gate_up = gate_up.at[6, :6].set(jnp.asarray([-200.0, 200, -90, -86, 0, -1e30], dtype))
@@ -62,6 +69,8 @@ def _compiled():
     angles = array(M, 64, dtype=jnp.float32)
     yield "rms_norm", norm.rms_norm_launch(M, D, jnp.bfloat16, _EPS), (x, weight, M)
     yield "rms_norm_backward", norm.rms_norm_backward_launch(M, D, jnp.bfloat16, _EPS), (x, weight, x, M)
+    yield "add_rms_norm", norm.rms_norm_launch(M, D, jnp.bfloat16, _EPS, add=True), (x, x, weight, M)
+    yield "add_rms_norm_backward", norm.rms_norm_backward_launch(M, D, jnp.bfloat16, _EPS, add=True), (x, weight, x, x, M)
     yield "silu_mul", silu.silu_mul_launch(M, F, jnp.bfloat16), (gate_up, M)
     yield "silu_mul_backward", silu.silu_mul_backward_launch(M, F, jnp.bfloat16), (gate_up, array(M, F), M)
     yield "rotary", rotary.rotary_launch(M, 32, 128, jnp.bfloat16), (array(M, 32, 128), angles, angles)

@@ -1,5 +1,7 @@
 """The quantising kernels in Triton's interpreter against the reference, and compiled for GPUs that are not here."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 
 KS = (80, 768)  # idle lanes; three tiles
 CASES = [f"{kind}-{k}" for kind in ("packed", "expanded") for k in KS] + [
-    "given-80", "silu_mul-768", "rms_norm-80", "float32-80", "te-80", "four_over_six-80", "expand-80", "dequantize-80",
+    "given-80", "silu_mul-768", "rms_norm-80", "rms_norm_keep-80", "add_rms_norm-80", "add_rms_norm_keep-80",
+    "float32-80", "te-80", "four_over_six-80", "expand-80", "dequantize-80",
 ]  # fmt: skip
 
 # The two candidates' errors have equal sums, but not the float32 sums of the reference.
@@ -40,7 +43,7 @@ def _expanded(q):
 def _interpreted():
     from pallas_kernels import nvfp4
     from pallas_kernels.nvfp4 import ScaleRule, triton, triton_quantize
-    from pallas_kernels.rms_norm import rms_norm
+    from pallas_kernels.rms_norm import add_rms_norm
     from pallas_kernels.rms_norm import triton_quantize as norm
     from pallas_kernels.silu_mul import silu_mul
     from pallas_kernels.silu_mul import triton_quantize as gate
@@ -60,9 +63,13 @@ def _interpreted():
     expected = _packed(nvfp4.quantize(x, rule, amax=amax))
     yield f"given-{k}", triton_quantize.quantize_launch(m, k, given_rows=given_rows, expanded=False), (x, given, m), expected
     weight = jnp.linspace(0.5, 2, k)
-    expected = _packed(nvfp4.quantize(rms_norm(x, weight, eps=1e-6), rule))
-    launch = norm.rms_norm_quantize_launch(m, k, 1e-6, expanded=False)
-    yield f"rms_norm-{k}", launch, (x, norm.streams(weight), m), expected
+    for add, keep in itertools.product((False, True), (False, True)):
+        y = x[::-1].at[4].set(1) if add else None  # a CPU flushes sums that are subnormal
+        total, normed = add_rms_norm(x, y, weight, eps=1e-6)
+        expected = [np.asarray(total)] * add + [np.asarray(normed)] * keep + _packed(nvfp4.quantize(normed, rule))
+        launch = norm.rms_norm_quantize_launch(m, k, 1e-6, expanded=False, add=add, keep=keep)
+        inputs = (x, *([y] * add), norm.streams(weight), m)
+        yield f"{'add_' * add}rms_norm{'_keep' * keep}-{k}", launch, inputs, expected
     others = {
         "float32": rule,
         "te": ScaleRule.te(outer="row"),
@@ -82,10 +89,14 @@ def _interpreted():
 
 def _compiled():
     from pallas_kernels.nvfp4 import triton_quantize
+    from pallas_kernels.rms_norm import triton_quantize as norm
 
     array, m, k = jax.ShapeDtypeStruct, 8192, 2048
     launch = triton_quantize.quantize_launch(m, k, given_rows=0, expanded=True)
-    yield "quantize", launch, (array((m, k), jnp.bfloat16), array((1,), jnp.int32), m)
+    x = array((m, k), jnp.bfloat16)
+    yield "quantize", launch, (x, array((1,), jnp.int32), m)
+    launch = norm.rms_norm_quantize_launch(m, k, 1e-6, expanded=True, add=True, keep=True)
+    yield "add_rms_norm_keep", launch, (x, x, array((4, k // 4), jnp.float32), m)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,8 +105,9 @@ def test_bits_are_the_references(child, case):
     assert results == [0] * len(results)
 
 
-def test_compiled(child):
-    for found in child("compile")["quantize"].values():
+@pytest.mark.parametrize("kernel", ["quantize", "add_rms_norm_keep"])
+def test_compiled(child, kernel):
+    for found in child("compile")[kernel].values():
         assert found["atomics"] == 0
         assert found["wide_loads"] > 0  # 16 bytes a lane
 

@@ -12,7 +12,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, 
 from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits, sample_tokens, token_log_prob
 from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
 from pallas_kernels.qk_norm_rotary import qk_norm_rotary
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rms_norm import add_rms_norm, add_rms_norm_backward, rms_norm
 from pallas_kernels.rotary import rotary
 from pallas_kernels.router import router
 from pallas_kernels.silu_mul import silu_mul
@@ -29,6 +29,8 @@ _CALLS = {
     "grouped_matmul_dgrad": lambda name: grouped_matmul_dgrad(jnp.ones((2, 2)), _A[None], _SIZES, implementation=name),
     "grouped_matmul_wgrad": lambda name: grouped_matmul_wgrad(_A, jnp.ones((2, 2)), _SIZES, implementation=name),
     "rms_norm": lambda name: rms_norm(_A, jnp.ones(16), eps=1e-6, implementation=name),
+    "add_rms_norm": lambda name: add_rms_norm(_A, _A, jnp.ones(16), eps=1e-6, implementation=name),
+    "add_rms_norm_backward": lambda name: add_rms_norm_backward(_A, jnp.ones(16), _A, _A, eps=1e-6, implementation=name),
     "rotary": lambda name: rotary(_HEADS[0], jnp.ones((2, 2)), jnp.ones((2, 2)), implementation=name),
     "qk_norm_rotary": lambda name: qk_norm_rotary(
         jnp.ones((2, 3, 4)), *jnp.ones((2, 4)), *jnp.ones((2, 2, 2)), num_heads=1, num_kv_heads=1, eps=1e-6, implementation=name

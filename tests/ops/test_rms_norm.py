@@ -3,7 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels import nvfp4
+from pallas_kernels.numerics import round_to
+from pallas_kernels.rms_norm import add_rms_norm, add_rms_norm_backward, add_rms_norm_quantize, rms_norm
 
 _WIDTH = 48  # not a power of two: the sum's tree is filled up
 _EPS = 1e-6
@@ -62,3 +64,65 @@ def test_gradient():
     for a, b in zip(actual, expected, strict=True):
         # A gradient is a difference of numbers of the size of its largest element: float32 rounding is relative to that.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+def _add_norm(x, y, weight):
+    return add_rms_norm(x, y, weight, eps=_EPS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_add_and_norm_are_an_add_and_a_norm(assert_same_bits, dtype):
+    x, weight = _inputs(dtype)
+    y = jnp.flip(x, axis=0)
+    total, normed = jax.jit(_add_norm)(x, y, weight)
+    assert_same_bits(total, (np.asarray(x, np.float32) + np.asarray(y, np.float32)).astype(x.dtype))
+    norm = jax.jit(_norm)
+    assert_same_bits(normed, norm(total, weight))
+    assert_same_bits(jax.jit(_add_norm)(x, None, weight), (x, norm(x, weight)))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_add_norm_and_quantise(assert_same_bits, adds):
+    x, weight = _inputs("bfloat16", 35)
+    y = jnp.flip(x, axis=0) if adds else None
+    rule = nvfp4.ScaleRule.fp8_exact()
+    run = lambda keep: jax.jit(lambda x, y, w: add_rms_norm_quantize(x, y, w, rule, eps=_EPS, keep=keep))(x, y, weight)  # noqa: E731
+    total, normed, operand = run(True)
+    assert_same_bits((total, normed), jax.jit(_add_norm)(x, y, weight))
+    assert_same_bits(operand, nvfp4.quantize_operand(normed, rule))
+    total_alone, nothing, operand_alone = run(False)
+    assert nothing is None
+    assert_same_bits((total_alone, operand_alone), (total, operand))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_gradient_of_add_and_norm(assert_same_bits, adds):
+    x, weight = _inputs("float32", 5)
+    rng = np.random.default_rng(2)
+    y, g_sum, g_normed = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for _ in range(3))
+    y = y if adds else None
+
+    def plain(x, y, weight):
+        total = x if y is None else x + y
+        return total, total / jnp.sqrt(jnp.mean(total**2, axis=-1, keepdims=True) + _EPS) * weight[None, :]
+
+    gradients = lambda op: jax.jit(lambda x, y, w, *g: jax.vjp(op, x, y, w)[1](g))(x, y, weight, g_sum, g_normed)  # noqa: E731
+    actual, expected = gradients(_add_norm), gradients(plain)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * float(jnp.abs(b).max()))
+    dx, dy, _ = actual
+    assert_same_bits(dy, dx if adds else None)
+
+
+def test_the_gradient_of_the_stream_is_rounded_once():
+    """The parts through the norm and past it nearly cancel: rounded before they are added, they would leave little."""
+    total, weight = _inputs("bfloat16")
+    g_normed = jnp.asarray(np.random.default_rng(2).standard_normal(total.shape), jnp.bfloat16)
+    run = jax.jit(lambda total, g_sum, g_normed: add_rms_norm_backward(total, weight, g_sum, g_normed, eps=_EPS)[0])
+    nothing = jnp.zeros(total.shape, jnp.float32)
+    through = run(total.astype(jnp.float32), nothing, g_normed)
+    past = round_to(-through, jnp.bfloat16)
+    exact = np.asarray(through, np.float64) + np.asarray(past, np.float64)
+    left = np.asarray(run(total, past, g_normed), np.float64)
+    assert (exact != 0).mean() > 0.9
+    np.testing.assert_allclose(left, exact, rtol=2.0**-7.99, atol=2.0**-20 * np.abs(exact).max())
