@@ -7,6 +7,7 @@ import pytest
 
 import minite_jax as mt
 from minite_jax.learner import Batch
+from minite_jax.model import hidden_states
 
 BATCH_SHAPE = (20, 32)  # that of the worlds' rollouts, so that the compiled programs fit
 GAP = "train_rollout_logprob_abs_diff"
@@ -67,6 +68,22 @@ def test_gradients_repeat_bit_for_bit(world, assert_same_bits):
         again, metrics_again = world.gradients()
         assert_same_bits(again, first)
         assert metrics_again == metrics
+
+
+@pytest.mark.slow
+@pytest.mark.worlds("moe_nvfp4")
+def test_gradients_of_layers_in_a_loop_and_one_after_another(world, assert_same_bits):
+    """The residual stream goes from layer to layer as one array or as two: the gradient is the same."""
+    tokens_BT = jnp.asarray(world.sequences[0][:5, :20])
+
+    def gradients(scan_layers):
+        def spread(params, policy):
+            hidden_BTD, _ = hidden_states(policy.with_masters(params), tokens_BT, scan_layers=scan_layers)
+            return jnp.std(hidden_BTD.astype(jnp.float32))
+
+        return jax.jit(jax.grad(spread))(world.params, world.policy)
+
+    assert_same_bits(gradients(False), gradients(True))
 
 
 each_split = pytest.mark.parametrize(("micro_batches", "remat"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)])
