@@ -20,6 +20,8 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _NAMES: dict[str, str] = {
+    "load_huggingface": "minite_jax.checkpoint.huggingface",
+    "save_huggingface": "minite_jax.checkpoint.huggingface",
     "provenance": "minite_jax.metrics.provenance",
     "ModelConfig": "minite_jax.model.config",
     "forward": "minite_jax.model.forward",

@@ -128,9 +128,10 @@ def _layer(config, recipe, i, weights, x_BTD, positions_BT, mask_BTS, cached, sl
     attended_MD = _attention(q_BTHK, *kv, mask_BTS).reshape(-1, H * K)
     x_BTD = x_BTD + (activation(attended_MD) @ weights["o"].T).reshape(x_BTD.shape)
 
-    activation = activation_of(EXPERTS if config.is_moe else MLP)
+    is_moe = config.is_moe_layer(i)
+    activation = activation_of(EXPERTS if is_moe else MLP)
     x_MD = _rms_norm(x_BTD, weights["mlp_norm"], eps).reshape(-1, width)
-    if config.is_moe:
+    if is_moe:
         out_MD = _moe(config, activation, weights, x_MD)
     else:
         out_MD = activation(_gate(activation(x_MD) @ weights["gate_up"].T)) @ weights["down"].T
@@ -222,9 +223,12 @@ def generate(
       `Rollouts`, prompt-major, log-probs in float32 nats.
 
     Raises:
-      ValueError: the recipe quantises nothing in this model.
+      ValueError: the recipe quantises nothing in this model, or the model is none that this engine knows: it must have
+        norms of queries and keys, no biases and plain rotary angles.
     """
     check_recipe(config, recipe)
+    if not config.qk_norm or config.attention_bias or config.rope_scaling is not None:
+        raise ValueError("the naive engine runs models with qk_norm, no attention_bias and no rope_scaling; use the aligned one")
     num_prompts, slots = prompt_tokens.shape
     batch, new_slots = num_prompts * sampling.n, sampling.max_tokens
     weights = _copy_weights(params, config, recipe)

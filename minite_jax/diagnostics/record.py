@@ -44,11 +44,13 @@ class MatmulOperands:
 
 def matmul_names(config: ModelConfig) -> list[str]:
     """Names of the forward's matmuls in the order in which they run: ``layer.3/attention/qkv``, ``layer.3/attention/o``,
-    ``layer.3/moe/gate_up`` (``mlp`` in a dense model), ``layer.3/moe/down``, and ``head``.
+    ``layer.3/moe/gate_up`` (``mlp`` in a dense layer), ``layer.3/moe/down``, and ``head``.
     """
-    mlp = "moe" if config.is_moe else "mlp"
-    inside = ("attention/qkv", "attention/o", f"{mlp}/gate_up", f"{mlp}/down")
-    return [f"layer.{i}/{name}" for i in range(config.num_hidden_layers) for name in inside] + ["head"]
+    names = []
+    for i in range(config.num_hidden_layers):
+        mlp = "moe" if config.is_moe_layer(i) else "mlp"
+        names += [f"layer.{i}/{name}" for name in ("attention/qkv", "attention/o", f"{mlp}/gate_up", f"{mlp}/down")]
+    return [*names, "head"]
 
 
 def record_matmuls(policy: Policy, tokens: Int[Array, "B T"]) -> tuple[dict[str, MatmulOperands], Float[Array, "B T V"]]:

@@ -1,12 +1,16 @@
-"""The shape of a model: Qwen3 dense and Qwen3-MoE. Field names are those of Hugging Face's config.json."""
+"""The shape of a model: Qwen3 dense, Qwen3-MoE, and Llama-type ones. Field names are those of Hugging Face's config.json."""
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minite_jax.model.rope import RopeScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a Qwen3 model.
+    """Shape of a Qwen3 or Llama-type model.
 
     Attributes:
       vocab_size: V, rows of the embedding (a padded vocabulary counts whole).
@@ -21,7 +25,12 @@ class ModelConfig:
       moe_intermediate_size: F of an expert.
       norm_topk_prob: whether a token's k router weights are divided by their sum. Hugging Face's default is False;
         Qwen3-30B-A3B has True.
+      decoder_sparse_step: with experts, every so many layers one is MoE, the last of them; the others are dense.
+      mlp_only_layers: numbers of layers that are dense all the same.
+      qk_norm: whether each query and key head is normalised before it is rotated: Qwen3's are, Llama's are not.
+      attention_bias: whether the attention's four projections have biases.
       rope_theta: base of the rotary angles.
+      rope_scaling: how the angles are stretched, as a `RopeScaling` or a mapping of its fields; None: not at all.
       rms_norm_eps: added to the mean square in every norm.
       tie_word_embeddings: whether the output embedding is the input embedding.
 
@@ -40,11 +49,20 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: Sequence[int] = ()
+    qk_norm: bool = True
+    attention_bias: bool = False
     rope_theta: float = 1e6
+    rope_scaling: RopeScaling | Mapping[str, Any] | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
 
     def __post_init__(self):
+        # Configurations are static arguments of compiled functions: hashable.
+        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        if isinstance(self.rope_scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -66,22 +84,39 @@ class ModelConfig:
                 raise ValueError(
                     f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and num_experts={self.num_experts}"
                 )
-            inner = "moe_intermediate_size"
-        else:
-            inner = "intermediate_size"
+            if self.decoder_sparse_step < 1:
+                raise ValueError(f"decoder_sparse_step={self.decoder_sparse_step} must be at least 1")
+        elif self.decoder_sparse_step != 1 or self.mlp_only_layers:
+            raise ValueError("decoder_sparse_step and mlp_only_layers are for models with experts; this one has num_experts=0")
+        strays = [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_hidden_layers]
+        if strays:
+            raise ValueError(f"mlp_only_layers names layer {strays[0]}; there are 0 to {self.num_hidden_layers - 1}")
+        has_experts = {self.is_moe_layer(layer) for layer in range(self.num_hidden_layers)}
+        if self.is_moe and True not in has_experts:
+            raise ValueError(
+                f"num_experts={self.num_experts}, but decoder_sparse_step and mlp_only_layers leave no layer for experts; say 0"
+            )
         # The summed axes of the matmuls: NVFP4 holds 16 numbers per block, and a block never crosses a row.
         summed = {
             "hidden_size": self.hidden_size,
-            inner: getattr(self, inner),
             "num_attention_heads * head_dim": self.num_attention_heads * self.head_dim,
         }
+        if True in has_experts:
+            summed["moe_intermediate_size"] = self.moe_intermediate_size
+        if False in has_experts:
+            summed["intermediate_size"] = self.intermediate_size
         for name, size in summed.items():
             if size < 16 or size % 16:
                 raise ValueError(f"{name}={size} must be a positive multiple of 16, the block size of NVFP4")
 
     @property
     def is_moe(self) -> bool:
+        """Whether any layer has experts."""
         return self.num_experts > 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether this layer has experts."""
+        return self.is_moe and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     @property
     def qkv_features(self) -> int:

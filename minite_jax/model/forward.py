@@ -1,5 +1,5 @@
-"""The one forward of Qwen3, dense and MoE. Sampler, learner, reference policy, evaluation and diagnostics all call
-`hidden_states`.
+"""The one forward of Qwen3, dense and MoE, and of Llama-type models. Sampler, learner, reference policy, evaluation and
+diagnostics all call `hidden_states`.
 
 Every operation works on rows (tokens) and is bit-exact in the row: see `pallas_kernels.rows`. Between operations there are
 only reshapes, gathers and single adds.
@@ -18,7 +18,9 @@ from minite_jax.model import cache as cache_lib
 from minite_jax.model.cache import PagedCache
 from minite_jax.model.moe import moe
 from minite_jax.model.policy import Policy, Weight
+from minite_jax.model.rope import angle_tables
 from minite_jax.precision.activation import gated, normed
+from minite_jax.precision.bias import add_bias
 from minite_jax.precision.linear import linear, stored_value
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, KINDS, MLP
 from pallas_kernels.attention import attention, paged_attention
@@ -28,7 +30,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.numerics import round_to
 from pallas_kernels.qk_norm_rotary import qk_norm_rotary
 from pallas_kernels.rms_norm import add_rms_norm
-from pallas_kernels.rotary import rotary_table
+from pallas_kernels.rotary import rotary
 
 
 def _add(x_MD, y_MD):
@@ -59,16 +61,23 @@ class _Places:
 
 
 def _attention_block(config, format, weights, x, places, pages):
-    """Projections, norms, rotation, attention of an `Activation`. Returns the block's output and, with a cache, this layer's
-    pages of keys and values.
+    """Projections, biases and norms where the model has them, rotation, attention of an `Activation`. Returns the block's output
+    and, with a cache, this layer's pages of keys and values.
     """
     batch, length = places.positions.shape
     H, N, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
-    qkv_MHK = linear(format, x, weights["qkv"].stored, weights["qkv"].master).reshape(-1, H + 2 * N, K)
-    norms = (_value(weights["q_norm"]), _value(weights["k_norm"]))
-    sizes = dict(num_heads=H, num_kv_heads=N, eps=config.rms_norm_eps)
-    q_MHK, k_MNK, v_MNK = qk_norm_rotary(qkv_MHK, *norms, *places.angles, **sizes)
+    qkv_MF = linear(format, x, weights["qkv"].stored, weights["qkv"].master)
+    if config.attention_bias:
+        qkv_MF = add_bias(qkv_MF, _value(weights["qkv_bias"]))
+    qkv_MHK = qkv_MF.reshape(-1, H + 2 * N, K)
+    if config.qk_norm:
+        norms = (_value(weights["q_norm"]), _value(weights["k_norm"]))
+        sizes = dict(num_heads=H, num_kv_heads=N, eps=config.rms_norm_eps)
+        q_MHK, k_MNK, v_MNK = qk_norm_rotary(qkv_MHK, *norms, *places.angles, **sizes)
+    else:
+        q_MHK, k_MNK, v_MNK = jnp.split(qkv_MHK, (H, H + N), axis=1)
+        q_MHK, k_MNK = rotary(q_MHK, *places.angles), rotary(k_MNK, *places.angles)
     q_BTHK = q_MHK.reshape(batch, length, H, K)
     k_BTNK, v_BTNK = k_MNK.reshape(batch, length, N, K), v_MNK.reshape(batch, length, N, K)
     if pages is None:
@@ -77,12 +86,14 @@ def _attention_block(config, format, weights, x, places, pages):
         pages = tuple(cache_lib.write(old, new, places.slots) for old, new in zip(pages, (k_BTNK, v_BTNK), strict=True))
         out_BTHK = paged_attention(q_BTHK, *pages, places.tables, places.positions)
     out_MD = linear(format, out_BTHK.reshape(batch * length, H * K), weights["o"].stored, weights["o"].master)
+    if config.attention_bias:
+        out_MD = add_bias(out_MD, _value(weights["o_bias"]))
     return out_MD, pages
 
 
-def _mlp_block(config, format, weights, x):
+def _mlp_block(config, format, weights, x, is_moe):
     """Gate, up and down, or the experts, of an `Activation`."""
-    if config.is_moe:
+    if is_moe:
         return moe(config, format, weights, x)
     gate_up_MF = linear(format, x, weights["gate_up"].stored, weights["gate_up"].master)
     return linear(format, gated(format, gate_up_MF), weights["down"].stored, weights["down"].master)
@@ -98,10 +109,11 @@ def _layer(policy, layer, weights, stream, pages, *, places, one_part):
         format, weight = policy.format_of(ATTENTION, layer), _value(weights["attention_norm"])
         x_MD, x = normed(format, *stream, weight, eps=config.rms_norm_eps)
         block_MD, pages = _attention_block(config, format, weights, x, places, pages)
-    with jax.named_scope("moe" if config.is_moe else "mlp"):
-        format, weight = policy.format_of(EXPERTS if config.is_moe else MLP, layer), _value(weights["mlp_norm"])
-        x_MD, x = normed(format, x_MD, block_MD, weight, eps=config.rms_norm_eps, keep=config.is_moe)
-        block_MD = _mlp_block(config, format, weights, x)
+    is_moe = config.is_moe_layer(layer)
+    with jax.named_scope("moe" if is_moe else "mlp"):
+        format, weight = policy.format_of(EXPERTS if is_moe else MLP, layer), _value(weights["mlp_norm"])
+        x_MD, x = normed(format, x_MD, block_MD, weight, eps=config.rms_norm_eps, keep=is_moe)
+        block_MD = _mlp_block(config, format, weights, x, is_moe)
         return (_add(x_MD, block_MD), None) if one_part else (x_MD, block_MD), pages
 
 
@@ -125,7 +137,7 @@ def hidden_states(
         on. Several sequences in a row start at multiples of `pallas_kernels.attention.key_block`, see
         `minite_jax.rollout.pack_sequences`, and have the bits that each has alone.
       num_new: [B] int32 with a cache, how many of the T tokens are real; None: all. The others take no room in the cache.
-      scan_layers: run layers of the same formats as one loop over their stacked weights, so that compiling takes as long
+      scan_layers: run layers of the same kind and formats as one loop over their stacked weights, so that compiling takes as long
         as one layer does; False: one after another, which copies no weights and no pages. Same bits. None: a loop, except on a
         GPU, where the copies would cost more time than the layers' kernels.
       remat: recompute each layer in the backward instead of keeping its residuals. Same bits.
@@ -175,7 +187,7 @@ def hidden_states(
 
 def _angles(config, positions_BT, num_positions):
     """Cosines and sines at each position; those behind the last one (padding) take its."""
-    cos_SK, sin_SK = rotary_table(num_positions, config.head_dim, config.rope_theta)
+    cos_SK, sin_SK = angle_tables(num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
     position_M = jnp.minimum(positions_BT, num_positions - 1).reshape(-1)
     return jnp.asarray(cos_SK)[position_M], jnp.asarray(sin_SK)[position_M]
 
@@ -201,14 +213,18 @@ def _places_in_cache(config, cache, length, num_new_B):
 
 
 def _runs(policy: Policy) -> list[tuple[int, int]]:
-    """Cuts the layers into the longest runs (first, last + 1) whose matmuls have the same formats."""
-    formats = [tuple(policy.format_of(kind, i) for kind in KINDS) for i in range(policy.config.num_hidden_layers)]
-    starts = [i for i, each in enumerate(formats) if i == 0 or each != formats[i - 1]]
-    return list(zip(starts, [*starts[1:], len(formats)], strict=True))
+    """Cuts the layers into the longest runs (first, last + 1) of one kind, MoE or dense, whose matmuls have the same formats."""
+    config = policy.config
+    programs = [
+        (config.is_moe_layer(i), *(policy.format_of(kind, i) for kind in KINDS)) for i in range(config.num_hidden_layers)
+    ]
+    starts = [i for i, each in enumerate(programs) if i == 0 or each != programs[i - 1]]
+    return list(zip(starts, [*starts[1:], len(programs)], strict=True))
 
 
 def _run_layers(layer, weights, stream, pages):
-    """Applies layers of one format one after another. Several become one loop, so that compiling does not grow with depth.
+    """Applies layers of one kind and format one after another. Several become one loop, so that compiling does not grow with
+    depth.
 
     Returns the residual stream and each layer's pages (None without a cache).
     """

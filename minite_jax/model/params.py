@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from minite_jax.model.config import ModelConfig
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, MLP
 
-EMBEDDING, NORM, ROUTER, HEAD = "embedding", "norm", "router", "head"
+EMBEDDING, NORM, ROUTER, HEAD, BIAS = "embedding", "norm", "router", "head", "bias"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ParamSpec:
     Attributes:
       shape: shape of the float32 master.
       axes: logical name of each axis, for sharding rules.
-      kind: "embedding", "norm", "router", "head", or a kind of matmul that a recipe may quantise.
+      kind: "embedding", "norm", "router", "head", "bias", or a kind of matmul that a recipe may quantise.
       layer: number of the layer, -1 outside the layers.
     """
 
@@ -34,9 +34,11 @@ class ParamSpec:
     layer: int = -1
 
     def initial(self, key) -> jax.Array:
-        """A new value: ones for norms, else normal with deviation 0.02 (embedding) or fan_in ** -0.5."""
+        """A new value: ones for norms, zeros for biases, else normal with deviation 0.02 (embedding) or fan_in ** -0.5."""
         if self.kind == NORM:
             return jnp.ones(self.shape, jnp.float32)
+        if self.kind == BIAS:
+            return jnp.zeros(self.shape, jnp.float32)
         deviation = 0.02 if self.kind == EMBEDDING else self.shape[-1] ** -0.5
         return deviation * jax.random.normal(key, self.shape, jnp.float32)
 
@@ -49,12 +51,15 @@ def abstract_params(config: ModelConfig) -> dict:
         specs = {
             "attention_norm": ParamSpec((D,), ("model",), NORM, i),
             "qkv": ParamSpec((config.qkv_features, D), ("heads", "model"), ATTENTION, i),
-            "q_norm": ParamSpec((K,), ("head_dim",), NORM, i),
-            "k_norm": ParamSpec((K,), ("head_dim",), NORM, i),
             "o": ParamSpec((D, config.num_attention_heads * K), ("model", "heads"), ATTENTION, i),
             "mlp_norm": ParamSpec((D,), ("model",), NORM, i),
         }
-        if config.is_moe:
+        if config.qk_norm:
+            specs |= {name: ParamSpec((K,), ("head_dim",), NORM, i) for name in ("q_norm", "k_norm")}
+        if config.attention_bias:
+            specs["qkv_bias"] = ParamSpec((config.qkv_features,), ("heads",), BIAS, i)
+            specs["o_bias"] = ParamSpec((D,), ("model",), BIAS, i)
+        if config.is_moe_layer(i):
             E, F = config.num_experts, config.moe_intermediate_size
             specs |= {
                 "router": ParamSpec((E, D), ("expert_choice", "model"), ROUTER, i),

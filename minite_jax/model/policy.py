@@ -61,7 +61,7 @@ class Policy:
 
 
 def _stored(spec: params_lib.ParamSpec, master: jax.Array, config: ModelConfig, recipe: Recipe):
-    if spec.kind in (params_lib.NORM, params_lib.ROUTER):
+    if spec.kind in (params_lib.NORM, params_lib.ROUTER, params_lib.BIAS):
         return master
     format = recipe.format_of(spec.kind, spec.layer, config.num_hidden_layers)
     if format.quantized:

@@ -1,0 +1,258 @@
+"""Reads a Hugging Face folder into our parameter tree, a piece of a tensor at a time, straight to where the numbers will live."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from minite_jax.checkpoint.errors import CheckpointError
+from minite_jax.checkpoint.huggingface import files
+from minite_jax.checkpoint.huggingface.config import read_config, read_json
+from minite_jax.checkpoint.huggingface.names import Placement, is_harmless, placements
+from minite_jax.checkpoint.leaves import shorten
+from minite_jax.model.config import ModelConfig
+from minite_jax.model.params import ParamSpec, abstract_params, path_name
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A folder whose tensors are all there, in the shapes and types that its config.json asks for.
+
+    Attributes:
+      path: of the folder.
+      config: what its config.json says.
+      tensors: every tensor that counts, by name: with an index, the copy that it names.
+      headers: of each file with weights, everything before its first tensor, byte for byte.
+      stale: tensors that lie in a file to which the index does not assign them. Nobody reads them.
+      placements: where the tensors of the model lie in our tree, in the order of transformers' modules.
+    """
+
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, files.Tensor]
+    headers: Mapping[Path, bytes]
+    stale: tuple[files.Tensor, ...]
+    placements: tuple[Placement, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are read."""
+        return sum(self.tensors[each.tensor].nbytes for each in self.placements)
+
+
+def open_folder(folder: str | Path) -> Folder:
+    """Reads a folder's config.json, index and headers, and checks them against each other; reads no weights.
+
+    Raises:
+      CheckpointError: a file is missing, cut off or wrong; the config is of a model that this forward does not run; a tensor is
+        missing, has another shape or a type that is no plain float, or is one that nobody reads. Names files and tensors.
+    """
+    path = Path(folder)
+    config = read_config(path)
+    tensors, headers, stale = _find_tensors(path)
+    fused = any(name.endswith("mlp.experts.gate_up_proj") for name in tensors)
+    wanted = placements(config, fused_experts=fused)
+    problems = []
+    for each in wanted:
+        found = tensors.get(each.tensor)
+        if found is None:
+            problems.append(f"lacks tensor {each.tensor} {list(each.shape)}")
+        elif found.shape != each.shape:
+            problems.append(f"has {found} where config.json asks for {list(each.shape)}")
+        elif found.dtype not in files.DTYPES:
+            problems.append(f"has {found}, which is none of {', '.join(files.DTYPES)}")
+    names = {each.tensor for each in wanted}
+    for name, tensor in tensors.items():
+        if name == _TIED_HEAD and name not in names and tensor.shape == (config.vocab_size, config.hidden_size):
+            continue  # a copy of the embedding that old files have beside it; compared when it is read
+        if name not in names and not is_harmless(name):
+            problems.append(f"has {tensor}, which this model does not have")
+    if problems:
+        raise CheckpointError(f"{path} does not fit its config.json: it {shorten(problems)}; fetch the folder again")
+    return Folder(path, config, tensors, headers, tuple(stale), tuple(wanted))
+
+
+def _find_tensors(path: Path) -> tuple[dict[str, files.Tensor], dict[Path, bytes], list[files.Tensor]]:
+    single, index = path / SINGLE, path / INDEX
+    if single.exists() and index.exists():
+        raise CheckpointError(f"{path} has {SINGLE} and {INDEX}: which of the two holds the weights? Remove the other")
+    if single.exists():
+        tensors, header = files.read_header(single)
+        return tensors, {single: header}, []
+    if not index.exists():
+        raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}: give a folder with safetensors weights")
+    assigned = read_json(index).get("weight_map")
+    if not isinstance(assigned, dict) or not all(isinstance(each, str) for each in assigned.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files: fetch it again")
+    headers: dict[Path, bytes] = {}
+    there: dict[str, dict[str, files.Tensor]] = {}
+    for name in sorted(set(assigned.values())):
+        if PurePath(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}, which is no file of this folder: fetch it again")
+        if not (path / name).exists():
+            lost = next(tensor for tensor, file in assigned.items() if file == name)
+            raise CheckpointError(f"{path / name} is missing; {INDEX} says that it holds {lost}: fetch the file")
+        there[name], headers[path / name] = files.read_header(path / name)
+    tensors = {}
+    for name, file in assigned.items():
+        if name not in there[file]:
+            raise CheckpointError(f"{path / file} lacks tensor {name}, which {INDEX} says is there: fetch both again")
+        tensors[name] = there[file][name]
+    others = [tensor for held in there.values() for tensor in held.values() if tensors.get(tensor.name) != tensor]
+    unlisted = [str(each) for each in others if each.name not in assigned and not is_harmless(each.name)]
+    if unlisted:
+        raise CheckpointError(f"{index} does not list {shorten(unlisted)}: fetch both again")
+    stale = [each for each in others if each.name in assigned]
+    if stale:
+        logging.warning("%s: the index assigns these to other files, so they are not read: %s", path, shorten([*map(str, stale)]))
+    return tensors, headers, stale
+
+
+def load_huggingface(
+    folder: str | Path,
+    *,
+    dtype=jnp.float32,
+    sharding: jax.sharding.Sharding | Callable[[ParamSpec], jax.sharding.Sharding] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[ModelConfig, dict]:
+    """Reads a Qwen3, Qwen3-MoE or Llama-type model from a folder with config.json and safetensors files.
+
+    One piece of a tensor (one expert, at most some 16 MB of rows) is on the host at a time and goes to its devices before the
+    next is read. On a CPU, where the parameters are themselves on the host, they are filled in place.
+
+    Args:
+      folder: as `save_pretrained` writes it: ``model.safetensors``, or shards with ``model.safetensors.index.json``.
+      dtype: float32, which BF16, F16 and F32 fit exactly: master weights. Or bfloat16: F16 and F32 are rounded to nearest even.
+      sharding: of every parameter, or a function that says it for each `ParamSpec`. None: the default device.
+      progress: called with the number of bytes of each piece that was read.
+
+    Returns:
+      The config, and the tree of `minite_jax.model.abstract_params` in `dtype`.
+
+    Raises:
+      CheckpointError: see `open_folder`; or a tensor holds NaN or infinity, is beyond bfloat16, or is a tied output embedding
+        unlike the input embedding. Names file and tensor.
+      ValueError: another dtype.
+    """
+    dtype = np.dtype(dtype)
+    if dtype not in (np.dtype(np.float32), files.DTYPES["BF16"]):
+        raise ValueError(f"dtype={dtype} must be float32 or bfloat16")
+    opened = open_folder(folder)
+    if _TIED_HEAD in opened.tensors and opened.config.tie_word_embeddings:
+        _check_tied_head(opened)
+    by_leaf: dict[str, list[Placement]] = {}
+    for each in opened.placements:
+        by_leaf.setdefault(each.leaf, []).append(each)
+    default = jnp.zeros(()).sharding
+
+    def read(path, spec: ParamSpec) -> jax.Array:
+        where = sharding(spec) if callable(sharding) else sharding or default
+        leaf = _Leaf(spec.shape, dtype, where)
+        for each in by_leaf[path_name(path)]:
+            tensor = opened.tensors[each.tensor]
+            for first, piece in files.read_pieces(tensor):
+                with np.errstate(over="ignore"):  # reported below
+                    values = piece.astype(dtype, copy=False)
+                if not files.is_finite(values):
+                    what = "infinity in bfloat16" if files.is_finite(piece) else "NaN or infinity"
+                    raise CheckpointError(f"{tensor} holds {what}: fetch the file again, or take another model")
+                # A tensor's first axis is the leaf's last but (number of the tensor's axes - 1).
+                axis = len(each.start) - len(each.shape)
+                start = tuple(at + first * (i == axis) for i, at in enumerate(each.start))
+                leaf.put(values.reshape((1,) * axis + values.shape), start)
+                if progress is not None:
+                    progress(piece.nbytes)
+        return leaf.finish()
+
+    return opened.config, jax.tree_util.tree_map_with_path(read, abstract_params(opened.config))
+
+
+def _check_tied_head(opened: Folder) -> None:
+    head, embedding = opened.tensors[_TIED_HEAD], opened.tensors[_EMBEDDING]
+    same = head.dtype == embedding.dtype and all(
+        np.array_equal(a.view(np.uint8), b.view(np.uint8))
+        for (_, a), (_, b) in zip(files.read_pieces(head), files.read_pieces(embedding), strict=True)
+    )
+    if not same:
+        raise CheckpointError(
+            f"{head} is unlike {_EMBEDDING}, though config.json says tie_word_embeddings: set that to false, or remove the tensor"
+        )
+
+
+class _Leaf:
+    """A parameter that is filled block by block where it will live."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding):
+        self._shape, self._sharding = shape, sharding
+        self._shards = []
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+            local = tuple(last - first for first, last in bounds)
+            self._shards.append((_shard_on(device)(device, local, dtype), bounds))
+
+    def put(self, block: np.ndarray, start: tuple[int, ...]) -> None:
+        """Writes a block of the whole array, whose corner is at `start`, to the shards that it meets."""
+        for shard, bounds in self._shards:
+            meets = [
+                (max(first, at), min(last, at + size)) for (first, last), at, size in zip(bounds, start, block.shape, strict=True)
+            ]
+            if all(low < high for low, high in meets):
+                part = block[tuple(slice(low - at, high - at) for (low, high), at in zip(meets, start, strict=True))]
+                shard.put(part, tuple(low - first for (low, _), (first, _) in zip(meets, bounds, strict=True)))
+
+    def finish(self) -> jax.Array:
+        """The array. Nothing may be put afterwards."""
+        arrays = [shard.finish() for shard, _ in self._shards]
+        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, arrays)
+
+
+class _HostShard:
+    """A shard of a CPU device: written by numpy, then handed over without a copy."""
+
+    def __init__(self, device, shape, dtype):
+        self._device = device
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        memory = np.empty(size + 64, np.uint8)
+        aligned = memory[-memory.ctypes.data % 64 :][:size]  # jax copies what does not begin at a multiple of 64
+        self._array = aligned.view(dtype).reshape(shape)
+
+    def put(self, part: np.ndarray, start: tuple[int, ...]) -> None:
+        self._array[tuple(slice(at, at + size) for at, size in zip(start, part.shape, strict=True))] = part
+
+    def finish(self) -> jax.Array:
+        array = jax.device_put(self._array, self._device, may_alias=True)
+        del self._array
+        return array
+
+
+class _DeviceShard:
+    """A shard of another device: each part goes there alone and is written in place."""
+
+    def __init__(self, device, shape, dtype):
+        self._device = device
+        self._array = jnp.zeros(shape, dtype, device=device)
+
+    def put(self, part: np.ndarray, start: tuple[int, ...]) -> None:
+        part = jax.device_put(part, self._device)
+        # Wait: the host would otherwise read on, and parts that are under way pile up.
+        self._array = _write_part(self._array, part, tuple(map(np.int32, start))).block_until_ready()
+
+    def finish(self) -> jax.Array:
+        return self._array
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_part(array, part, start):
+    return jax.lax.dynamic_update_slice(array, part, start)
+
+
+def _shard_on(device) -> type:
+    return _HostShard if device.platform == "cpu" else _DeviceShard
