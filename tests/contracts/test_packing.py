@@ -33,7 +33,7 @@ def test_packed_sequences_have_the_bits_of_rows_of_their_own(world, assert_same_
     assert (unpacked_BT[real_BT] < 0).all()
 
 
-@pytest.mark.worlds("dense_fp32")
+@pytest.mark.worlds(slow=("dense_fp32",))
 def test_gradients_of_packed_sequences(world):
     packed, real_BT = _packed(world)
     weight_BT = jnp.where(real_BT, jnp.asarray(np.random.default_rng(7).standard_normal(real_BT.shape), jnp.float32), 0.0)
