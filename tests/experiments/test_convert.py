@@ -1,0 +1,107 @@
+"""The convert script: folders, orbax checkpoints and runs into each other, a table, and mistakes in one line."""
+
+import filecmp
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import flagsaver
+
+import minite_jax as mt
+from configs import quickstart
+from experiments import convert, synthetic_checkpoint
+from experiments.build import build
+from experiments.training import RunState
+from minite_jax import checkpoint
+from minite_jax.errors import UserError
+from minite_jax.learner import init_state
+from minite_jax.model import qwen3_30b_a3b
+
+DATA = Path(__file__).parents[1] / "data" / "huggingface"
+
+
+def run(**values):
+    with flagsaver.flagsaver(**{name: str(value) if isinstance(value, Path) else value for name, value in values.items()}):
+        convert.main(["convert"])
+
+
+def assert_same_files(one, other):
+    assert sorted(os.listdir(one)) == sorted(os.listdir(other))
+    assert all(filecmp.cmp(one / name, other / name, shallow=False) for name in os.listdir(one))
+
+
+@pytest.mark.parametrize("name", ["qwen3_mixed", "llama"])
+def test_folder_to_orbax_and_back(tmp_path, capsys, name):
+    run(source=DATA / name, target=tmp_path / "orbax")
+    run(source=tmp_path / "orbax", target=tmp_path / "out", like=DATA / name)
+    assert_same_files(DATA / name, tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert "read " in printed and "GB/s" in printed and "above the parameters" in printed
+
+
+def test_folder_to_another_layout(tmp_path):
+    run(source=DATA / "qwen3_moe", target=tmp_path / "fused", to="hf", fused_experts=True)
+    run(source=tmp_path / "fused", target=tmp_path / "apart", to="hf")
+    one, other = (folder / "model.safetensors" for folder in (DATA / "qwen3_moe", tmp_path / "apart"))
+    assert filecmp.cmp(one, other, shallow=False)
+
+
+def test_a_run_to_a_folder(tmp_path):
+    """The checkpoint of a training run, as it is before its first step."""
+    config = quickstart.get_config()
+    setup = build(config)
+    params = mt.init_params(setup.model, jax.random.key(3))
+    state = RunState(train=init_state(params, setup.sft_optimizer), phase=jax.numpy.int32(0), phase_step=jax.numpy.int32(0))
+    checkpoint.save(tmp_path / "run", 0, state, config)
+    run(source=tmp_path / "run", target=tmp_path / "out", dtype="float32")
+    read_config, read = mt.load_huggingface(tmp_path / "out")
+    assert read_config == setup.model
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+    checkpoint.save(tmp_path / "run", 1, state, config)
+    with pytest.raises(UserError, match="--step=0: of a training run the newest checkpoint is read, 1"):
+        run(source=tmp_path / "run", step=0, dry_run=True)
+
+
+def test_dry_run_prints_the_table_and_writes_nothing(tmp_path, capsys):
+    run(source=DATA / "qwen3_mixed", target=tmp_path / "out", dry_run=True)
+    lines = capsys.readouterr().out.splitlines()
+    experts = [line.split() for line in lines if "layers.3.mlp.experts" in line]
+    assert experts[0] == ["12", "x", "model.layers.3.mlp.experts.*.gate_proj.weight", "BF16", "[16,", "32]", "layers.3.gate_up"]
+    config = mt.checkpoint.huggingface.read_config(DATA / "qwen3_mixed")
+    count = len(mt.checkpoint.huggingface.placements(config))
+    assert lines[-2].startswith(f"{count} tensors, {mt.num_params(config):,} parameters, ")
+    assert lines[-1] == f"would be written as orbax to {tmp_path / 'out'}" and not (tmp_path / "out").exists()
+
+
+def test_mistakes_are_one_line(tmp_path):
+    (tmp_path / "other" / "x").mkdir(parents=True)
+    llama = DATA / "llama"
+    for flags, message in (
+        (dict(source=tmp_path / "nowhere"), "neither config.json nor checkpoints/"),
+        (dict(source=llama), "--target is missing"),
+        (dict(source=llama, target=tmp_path / "other"), "--target=.*other is there already"),
+        (dict(source=llama, target=tmp_path / "a", like=llama), "--like says what a Hugging Face folder looks like"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            run(**flags)
+        assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == ["other"]
+
+
+def test_synthetic_checkpoint(tmp_path, monkeypatch):
+    """The script itself, at another width."""
+
+    def small(num_hidden_layers):
+        sizes = dict(vocab_size=64, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+        return qwen3_30b_a3b(num_hidden_layers=num_hidden_layers, num_experts=12, moe_intermediate_size=16, **sizes)
+
+    monkeypatch.setattr(synthetic_checkpoint, "qwen3_30b_a3b", small)
+    with flagsaver.flagsaver(out=str(tmp_path / "out"), layers=2, max_shard_bytes=20_000):
+        synthetic_checkpoint.main(["synthetic_checkpoint"])
+    assert len(json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]) == 93
+    config, params = mt.load_huggingface(tmp_path / "out")
+    assert config == small(2)
+    assert 0.5 < float(params["layers"][0]["gate_up"].std() * 32**0.5) < 1.5
