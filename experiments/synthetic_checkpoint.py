@@ -1,6 +1,6 @@
 """Writes a Hugging Face folder of random bfloat16 weights in the shape of Qwen3-30B-A3B, to measure conversions with.
 
-    python -m experiments.synthetic_checkpoint --out=/tmp/synthetic --layers=3     # 4.9 GB; full width, 128 experts
+    python -m experiments.synthetic_checkpoint --out=/tmp/synthetic --num_layers=3     # 4.9 GB; full width, 128 experts
 
 It holds the weights in memory once, in bfloat16.
 """
@@ -17,7 +17,7 @@ from minite_jax.model.params import NORM, abstract_params
 from minite_jax.optional import require
 
 _OUT = cli.out_flag()
-_LAYERS = flags.DEFINE_integer("layers", 3, "Layers of the model.", lower_bound=1)
+_LAYERS = flags.DEFINE_integer("num_layers", 3, "Layers of the model.", lower_bound=1)
 _SHARD = flags.DEFINE_integer("max_shard_bytes", 2_000_000_000, "Most bytes of tensors in a file.", lower_bound=1)
 _NUMBERS = 1 << 22  # drawn at a time
 

@@ -99,7 +99,7 @@ def test_synthetic_checkpoint(tmp_path, monkeypatch):
         return qwen3_30b_a3b(num_hidden_layers=num_hidden_layers, num_experts=12, moe_intermediate_size=16, **sizes)
 
     monkeypatch.setattr(synthetic_checkpoint, "qwen3_30b_a3b", small)
-    with flagsaver.flagsaver(out=str(tmp_path / "out"), layers=2, max_shard_bytes=20_000):
+    with flagsaver.flagsaver(out=str(tmp_path / "out"), num_layers=2, max_shard_bytes=20_000):
         synthetic_checkpoint.main(["synthetic_checkpoint"])
     assert len(json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]) == 93
     config, params = mt.load_huggingface(tmp_path / "out")
