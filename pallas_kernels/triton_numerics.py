@@ -13,7 +13,8 @@ _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in numerics.EXP2_COEFFICIENTS)
 _R0, _R1, _R2 = (tl.constexpr(c) for c in numerics.RECIPROCAL_COEFFICIENTS)
 _LOG2_E = tl.constexpr(numerics.LOG2_E)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which has no bfloat16 arithmetic and no assembly
+_LARGEST_INTEGER = tl.constexpr(0x7FFFFFFF)
 _MAGIC = tl.constexpr(1.5 * 2.0**23)  # x + this has x's nearest integer, ties to even, in its low bits
 
 
@@ -39,7 +40,7 @@ def round_to(x, dtype: tl.constexpr):
 
     On a GPU this is the cast. Triton's interpreter truncates, so there it is done on the bits.
     """
-    if _INTERPRETED and dtype == tl.bfloat16:
+    if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         high = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
         return high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -114,3 +115,11 @@ def reciprocal_sqrt(x):
     inverse = inverse * (1.5 - separate_product(half * (inverse * inverse)))
     inverse = inverse * (1.5 - separate_product(half * (inverse * inverse)))
     return tl.where(x <= _FLOAT32_MAX, inverse, float("nan"))
+
+
+@triton.jit
+def sortable(x):
+    """Integers in the order of the numbers: -0 equals 0, NaN is the largest."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x == x, keys, _LARGEST_INTEGER)

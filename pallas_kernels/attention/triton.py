@@ -26,26 +26,21 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import gpu, numerics, tuning
+from pallas_kernels import gpu, tuning
 from pallas_kernels.attention import triton_backward
-from pallas_kernels.triton_numerics import round_to
+from pallas_kernels.attention.triton_backward import scale_log2
+from pallas_kernels.triton_numerics import INTERPRETED, round_to
 
 __all__ = ["CHUNK_BLOCKS", "KEY_BLOCK", "attention", "attention_backward", "paged_attention"]
 
 KEY_BLOCK = 64  # keys per step of the online softmax; a page of the cache
 CHUNK_BLOCKS = 32  # blocks that share an online softmax: 2048 keys
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-def scale_log2(head_dim: int) -> float:
-    """What a score is multiplied by: 1 / sqrt(head_dim), in base 2."""
-    return head_dim**-0.5 * numerics.LOG2_E
 
 
 @triton.jit
 def _operand(x):
     """An operand of a product. Triton's interpreter does not multiply bfloat16; in float32 the products are as exact."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return x.to(tl.float32)
     return x
 

@@ -10,17 +10,13 @@ Scores are recomputed as ``exp2(q k * scale * log2(e) - lse)``. The weights and 
 before they are multiplied, as the forward does; sums are float32.
 """
 
-import math
-
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import gpu, tuning
-from pallas_kernels.triton_numerics import ordered_sum, padded, round_to
+from pallas_kernels import gpu, numerics, tuning
+from pallas_kernels.triton_numerics import INTERPRETED, ordered_sum, padded, round_to
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_LOG2_E = math.log2(math.e)
 _DELTA_TOKENS = 32
 
 
@@ -34,6 +30,11 @@ _DQ_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=2)
 _DK_FLOAT32 = dict(BLOCK_N=16, num_warps=4, num_stages=2)
 
 
+def scale_log2(head_dim: int) -> float:
+    """What a score is multiplied by, forward and backward: 1 / sqrt(head_dim), in base 2."""
+    return head_dim**-0.5 * numerics.LOG2_E
+
+
 def dk_tile(dtype) -> int:
     """Query tokens per step of a dk/dv program: part of the order of its sums. Sequences start at multiples of it."""
     return 64 if dtype == jnp.bfloat16 else 16
@@ -43,14 +44,14 @@ def dk_tile(dtype) -> int:
 def _load(place, mask):
     """Loads numbers; behind the mask 0. The interpreter has no bfloat16 arithmetic, so there they become float32."""
     x = tl.load(place) if mask is None else tl.load(place, mask=mask, other=0.0)
-    return x.to(tl.float32) if _INTERPRETED else x
+    return x.to(tl.float32) if INTERPRETED else x
 
 
 @triton.jit
 def _operand(x, dtype: tl.constexpr):
     """Float32 rounded for a product."""
     rounded = round_to(x, dtype)
-    return rounded.to(tl.float32) if _INTERPRETED else rounded
+    return rounded.to(tl.float32) if INTERPRETED else rounded
 
 
 @triton.jit
@@ -205,7 +206,7 @@ def _shape_constants(q_shape, num_kv_heads) -> dict:
         GROUP=q_shape[2] // num_kv_heads,
         WIDTH=head_dim,
         SCALE=head_dim**-0.5,
-        SCALE_LOG2=head_dim**-0.5 * _LOG2_E,
+        SCALE_LOG2=scale_log2(head_dim),
     )
 
 

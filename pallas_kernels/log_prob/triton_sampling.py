@@ -27,7 +27,7 @@ import triton.language as tl
 from jax import lax
 
 from pallas_kernels import gpu
-from pallas_kernels.triton_numerics import padded
+from pallas_kernels.triton_numerics import padded, sortable
 
 # A row is cut into chunks of so many columns, each with a program of its own: sums are cut there too, so this is part of a row's
 # bits and nothing to tune.
@@ -35,7 +35,6 @@ _CHUNK = 4096
 # Logits that a draw holds at once: beyond so many bytes rows are drawn in groups.
 _DRAW_BYTES = 2**29
 
-_LARGEST = tl.constexpr(0x7FFFFFFF)
 _SIGN = tl.constexpr(0x80000000)
 _DIGITS = 8
 _LAST = tl.constexpr(_DIGITS)
@@ -60,14 +59,6 @@ def processed(x, TEMPERATURE: tl.constexpr):
         return x
     else:
         return tl.div_rn(x, tl.full(x.shape, TEMPERATURE, tl.float32))
-
-
-@triton.jit
-def sortable(x):
-    """Integers in the order of the numbers: -0 equals 0, NaN is the largest."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(x == x, keys, _LARGEST)
 
 
 @triton.jit

@@ -3,13 +3,11 @@
 The interpreter knows no assembly: there, the same in float32 and rounded. Every result that the callers use is the same.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
 # Whether assembly is understood.
-ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit

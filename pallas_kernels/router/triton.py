@@ -11,20 +11,11 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import gpu
-from pallas_kernels.triton_numerics import exp, ordered_sum, padded
+from pallas_kernels.triton_numerics import exp, ordered_sum, padded, sortable
 
 _ROWS = 16
 _BLOCK_D = 32
-_LARGEST = tl.constexpr(0x7FFFFFFF)
 _SMALLEST = tl.constexpr(-0x80000000)
-
-
-@triton.jit
-def _sortable(logits):
-    """Integers in the order of the numbers: -0 equals 0, NaN is the largest."""
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)
-    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(logits == logits, keys, _LARGEST)
 
 
 @triton.jit
@@ -57,7 +48,7 @@ def _router_kernel(
     is_expert = expert < EXPERTS
     top = tl.max(tl.where(is_expert, logits, float("-inf")), axis=1)
     powers = tl.where(is_expert, exp(logits - tl.expand_dims(top, 1)), 0.0)
-    keys = tl.where(is_expert, _sortable(logits), _SMALLEST)
+    keys = tl.where(is_expert, sortable(logits), _SMALLEST)
     rank = tl.expand_dims(tl.arange(0, SIZE_K), 0)
     chosen = tl.zeros((ROWS, SIZE_K), tl.float32)
     numbers = tl.zeros((ROWS, SIZE_K), tl.int32)
