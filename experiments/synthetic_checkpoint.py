@@ -1,6 +1,6 @@
 """Writes a Hugging Face folder of random bfloat16 weights in the shape of Qwen3-30B-A3B, to measure conversions with.
 
-    python -m experiments.synthetic_checkpoint --out=/tmp/synthetic --num_layers=3     # 4.9 GB; full width, 128 experts
+    python -m experiments.synthetic_checkpoint --out=DIR --num_layers=3     # 4.9 GB; full width, 128 experts
 
 It holds the weights in memory once, in bfloat16.
 """

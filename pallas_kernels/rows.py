@@ -74,3 +74,16 @@ def map_row_tiles(body: Callable, rows, *, tile: int = ROW_TILE):
     return jax.tree.map(
         lambda bits: bits.value().reshape(trips * tile, *bits.array.shape[2:])[:num_rows], results, is_leaf=Bits.is_bits
     )
+
+
+def tile_sums(terms_MD: jax.Array) -> jax.Array:
+    """[M, D] float32 -> [tiles, D]: sums of `ROW_TILE` rows, added one after another. A gradient that is summed over rows takes
+    these, and then `numerics.ordered_sum`.
+    """
+    num_rows, width = terms_MD.shape
+    tiles = -(-num_rows // ROW_TILE)
+    terms_TRD = jnp.pad(terms_MD, [(0, tiles * ROW_TILE - num_rows), (0, 0)]).reshape(tiles, ROW_TILE, width)
+    total_TD = terms_TRD[:, 0]
+    for row in range(1, ROW_TILE):
+        total_TD = total_TD + terms_TRD[:, row]
+    return total_TD

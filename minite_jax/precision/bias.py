@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.numerics import ordered_sum, round_to
-
-_TILE = 32  # rows that are added one after another; then the tiles' sums by a tree
+from pallas_kernels.rows import tile_sums
 
 
 @jax.custom_vjp
@@ -25,13 +24,7 @@ def _forward(x_MN, bias_N):
 
 
 def _backward(_, g_MN):
-    num_rows, width = g_MN.shape
-    tiles = -(-num_rows // _TILE)
-    g_TRN = jnp.pad(g_MN.astype(jnp.float32), [(0, tiles * _TILE - num_rows), (0, 0)]).reshape(tiles, _TILE, width)
-    total_TN = g_TRN[:, 0]
-    for row in range(1, _TILE):
-        total_TN = total_TN + g_TRN[:, row]
-    return g_MN, ordered_sum(total_TN, axis=0)
+    return g_MN, ordered_sum(tile_sums(g_MN.astype(jnp.float32)), axis=0)
 
 
 add_bias.defvjp(_forward, _backward)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels.numerics import blocked_sum, reciprocal_sqrt, round_to, separate_product
-from pallas_kernels.rows import ROW_TILE, map_row_tiles
+from pallas_kernels.rows import map_row_tiles, tile_sums
 
 
 def _inverse_rms(x32_RD, eps):
@@ -27,17 +27,6 @@ def add_rms_norm(x_MD, y_MD, weight_D, *, eps):
     return sum_MD, rms_norm(sum_MD, weight_D, eps=eps)
 
 
-def _tile_sums(terms_MD):
-    """[M, D] -> [tiles, D]: sums of ROW_TILE rows, added one after another."""
-    num_rows, width = terms_MD.shape
-    tiles = -(-num_rows // ROW_TILE)
-    terms_TRD = jnp.pad(terms_MD, [(0, tiles * ROW_TILE - num_rows), (0, 0)]).reshape(tiles, ROW_TILE, width)
-    total_TD = terms_TRD[:, 0]
-    for row in range(1, ROW_TILE):
-        total_TD = total_TD + terms_TRD[:, row]
-    return total_TD
-
-
 def rms_norm_backward(x_MD, weight_D, g_MD, addend_MD=None, *, eps):
     """Gradient of x in its type, and the sums over tiles of rows [tiles, D] whose sum is the weight's gradient.
 
@@ -51,4 +40,4 @@ def rms_norm_backward(x_MD, weight_D, g_MD, addend_MD=None, *, eps):
     dx_MD = inverse_M1 * (dunit_MD - separate_product(unit_MD * mean_M[:, None]))
     if addend_MD is not None:
         dx_MD = separate_product(dx_MD) + addend_MD.astype(jnp.float32)
-    return round_to(dx_MD, x_MD.dtype), _tile_sums(separate_product(g32_MD * unit_MD))
+    return round_to(dx_MD, x_MD.dtype), tile_sums(separate_product(g32_MD * unit_MD))

@@ -1,4 +1,4 @@
-"""What several GPU tests of matmuls compare, and how."""
+"""What several GPU tests compare, and how."""
 
 import numpy as np
 
@@ -12,6 +12,12 @@ GROUP_SIZES = {
     "tail": [16, 0, 17, 1, 64, 0, 0, 5],
     "none": [0] * 8,
 }
+
+
+def same(a, b) -> bool:
+    """Whether shape, type and bits are equal."""
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 def assert_same(a, b) -> None:

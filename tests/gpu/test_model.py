@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal_bits import same
 
 import minite_jax as mt
 from minite_jax.learner import Batch, grpo_loss, init_state, make_update
@@ -54,11 +55,6 @@ def prompts_of(policy, count):
 def sampled(policy, prompts, n, max_tokens, seed=0, **changes):
     params = mt.SamplingParams(n=n, max_tokens=max_tokens, stop_ids=(7,), **changes)
     return mt.sample(policy, prompts, params, key=jax.random.key(seed))
-
-
-def same(a, b):
-    a, b = np.asarray(a), np.asarray(b)
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 def assert_no_gap(policy, rollouts, **truncation):

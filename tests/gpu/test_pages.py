@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equal_bits import same
 
 import minite_jax as mt
 from minite_jax.model import hidden_states, init_cache, scored_tokens, tiny_moe
@@ -38,11 +39,6 @@ def prompts():
 def draw(policy, **changes):
     params = mt.SamplingParams(n=8, max_tokens=200, stop_ids=STOP_IDS)
     return mt.sample(policy, prompts(), params, key=jax.random.key(0), **changes)
-
-
-def same(a, b):
-    a, b = np.asarray(a), np.asarray(b)
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
