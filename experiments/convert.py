@@ -97,16 +97,13 @@ def _open_orbax(path: Path, step: int | None) -> Source:
 
 
 def _open_run(path: Path, stored: dict, step: int | None):
-    ml_collections = require("ml_collections", "experiments")
-    from experiments.training import Run
+    from experiments.training import stored_run
 
     if step not in (None, checkpoint.latest_step(path)):
         raise UserError(f"--step={step}: of a training run the newest checkpoint is read, {checkpoint.latest_step(path)}")
     if "model" not in stored:
         raise UserError(f"--source={path} holds checkpoints of something else than a model")
-    config = ml_collections.ConfigDict(stored)
-    config.plot_beside = ""  # that run need not be here
-    return mt.ModelConfig(**config.model), lambda dtype: Run(config, path).state.train.params
+    return mt.ModelConfig(**stored["model"]), lambda dtype: stored_run(path).state.train.params
 
 
 def table(source: Source) -> list[str]:

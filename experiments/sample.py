@@ -19,13 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import ml_collections
 from absl import flags
 
 import minite_jax as mt
 from experiments import cli
-from experiments.training import Run
-from minite_jax import checkpoint
+from experiments.training import stored_run
 from minite_jax.errors import UserError
 from minite_jax.text import TextStream, TextTokenizer, Tokenizer
 from minite_jax.text.tokenizer import read_json
@@ -85,9 +83,7 @@ def open_checkpoint(folder: Path, recipe: str | None = None) -> Source:
 
 
 def _open_run(folder: Path, recipe: str | None) -> Source:
-    config = ml_collections.ConfigDict(checkpoint.read_config(folder))
-    config.plot_beside = ""  # that run need not be here
-    run = Run(config, folder)
+    run = stored_run(folder)
     setup, task = run.setup, run.setup.task
     chosen = mt.recipe(recipe) if recipe else setup.recipe
     return Source(
@@ -96,7 +92,7 @@ def _open_run(folder: Path, recipe: str | None) -> Source:
         sampling=dataclasses.replace(setup.sampling, n=1),
         max_prompt=task.max_prompt_tokens,
         max_sequence=math.inf,
-        limit=f"prompts of its task, {config.task.name}, have at most {task.max_prompt_tokens}, such as "
+        limit=f"prompts of its task, {run.config.task.name}, have at most {task.max_prompt_tokens}, such as "
         f"{task.example('heldout', 0).prompt!r}",
     )
 

@@ -22,6 +22,7 @@ from minite_jax.metrics import names
 from minite_jax.metrics.plots import plot_metrics
 from minite_jax.metrics.writer import FILE_NAME, make_writer, read_metrics
 from minite_jax.model import init_params, pack
+from minite_jax.optional import require
 from minite_jax.rollout import choose_problems, demonstration_batch, reward_rollouts, rollout_batch
 
 SFT, RL = 0, 1
@@ -267,6 +268,14 @@ class Run:
     def _save(self) -> None:
         if checkpoint.latest_step(self.workdir) != self.step:
             checkpoint.save(self.workdir, self.step, self.state, self.config, keep=self.config.checkpoint.keep)
+
+
+def stored_run(folder: Path) -> Run:
+    """The run of a folder as its newest checkpoint left it, by the configuration that it was saved with: for whoever reads it and
+    trains no further."""
+    config = require("ml_collections", "experiments").ConfigDict(checkpoint.read_config(folder))
+    config.plot_beside = ""  # that run need not be here
+    return Run(config, folder)
 
 
 def _look_into(workdir: Path, config) -> tuple[bool, bool]:
