@@ -1,5 +1,6 @@
 """Folders come in and go out with every byte; spoilt ones are refused with the file and the tensor that are wrong."""
 
+import contextlib
 import filecmp
 import json
 import os
@@ -164,27 +165,30 @@ def _shard_lacks_a_tensor(folder, contents, rewrite):
     return f"model-00003-of-00008.safetensors lacks tensor {name}, which"
 
 
-def _index_lists_what_no_shard_has(folder, contents, rewrite):
+@contextlib.contextmanager
+def _changed_index(folder):
+    """The map from tensors to files, written back as it is left."""
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    index["weight_map"]["model.layers.9.mlp.gate.weight"] = "model-00009-of-00008.safetensors"
+    yield index["weight_map"]
     path.write_text(json.dumps(index))
+
+
+def _index_lists_what_no_shard_has(folder, contents, rewrite):
+    with _changed_index(folder) as files:
+        files["model.layers.9.mlp.gate.weight"] = "model-00009-of-00008.safetensors"
     return "model-00009-of-00008.safetensors is missing; .* holds model.layers.9.mlp.gate.weight"
 
 
 def _index_points_out_of_the_folder(folder, contents, rewrite):
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"]["lm_head.weight"] = "../model.safetensors"
-    path.write_text(json.dumps(index))
+    with _changed_index(folder) as files:
+        files["lm_head.weight"] = "../model.safetensors"
     return "names '../model.safetensors', which is no file of this folder"
 
 
 def _index_without_a_tensor(folder, contents, rewrite):
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    del index["weight_map"]["model.norm.weight"]
-    path.write_text(json.dumps(index))
+    with _changed_index(folder) as files:
+        del files["model.norm.weight"]
     return r"index.json does not list .*tensor model.norm.weight \(BF16 \[32\]\)"
 
 
