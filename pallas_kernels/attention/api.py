@@ -25,8 +25,23 @@ _KERNEL_HEAD_DIMS = (16, 32, 64, 128)
 _KERNEL_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
-def _resolve(op: str, implementation: str | None) -> str:
-    return dispatch.resolve(op, implementation, ("reference", "triton"))
+_WITH_MOSAIC = ("reference", "triton", "mosaic")
+_WITHOUT_MOSAIC = ("reference", "triton")
+
+
+def mosaic_lacks(q_shape: tuple[int, ...], num_kv_heads: int, dtype) -> str | None:
+    """What the Mosaic kernel does not have for queries [B, T, H, K], or None."""
+    G, K = q_shape[2] // num_kv_heads, q_shape[3]
+    if dtype == jnp.bfloat16 and K in (64, 128) and G in (2, 4, 8, 16, 32, 64) and 0 not in q_shape:
+        return None
+    return (
+        f"no kernel for q {q_shape} in {dtype} with {num_kv_heads} key/value heads: there is bfloat16, head dimensions "
+        "64 and 128, and 2, 4, 8, 16, 32 or 64 query heads per key/value head"
+    )
+
+
+def _resolve(op: str, implementation: str | None, available: tuple[str, ...] = _WITHOUT_MOSAIC) -> str:
+    return dispatch.resolve(op, implementation, available)
 
 
 def key_block(implementation: str | None = None) -> int:
@@ -37,7 +52,7 @@ def key_block(implementation: str | None = None) -> int:
     Args:
       implementation: see `pallas_kernels.dispatch.resolve`.
     """
-    return dispatch.module(__package__, _resolve("attention", implementation)).KEY_BLOCK
+    return dispatch.module(__package__, _resolve("attention", implementation, _WITH_MOSAIC)).KEY_BLOCK
 
 
 def _check(op: str, implementation: str, q, k, v) -> None:
@@ -81,8 +96,12 @@ def attention(
       ValueError: H is not a multiple of N, or q, k and v differ in type.
       NotImplementedError: the kernels do not have this head dimension or type.
     """
-    chosen = _resolve("attention", implementation)
+    lacks = mosaic_lacks(q.shape, k.shape[2], q.dtype)
+    # Who prefers Mosaic's kernels in general gets Triton's here; who names it for this call is refused.
+    chosen = _resolve("attention", implementation, _WITHOUT_MOSAIC if lacks and implementation is None else _WITH_MOSAIC)
     _check("attention", chosen, q, k, v)
+    if chosen == "mosaic" and lacks:
+        raise NotImplementedError(f"attention: {lacks}; choose implementation='triton'")
     return _attention(chosen, q, k, v, positions)
 
 

@@ -24,9 +24,10 @@ from jax import lax
 
 from pallas_kernels import numerics
 from pallas_kernels.attention import mosaic_softmax
+from pallas_kernels.attention.api import mosaic_lacks
 from pallas_kernels.grouped_matmul.mosaic_ring import swizzled
 
-__all__ = ["CHUNK_BLOCKS", "Config", "KEY_BLOCK", "attention", "attention_backward", "unsupported"]
+__all__ = ["CHUNK_BLOCKS", "Config", "KEY_BLOCK", "attention", "attention_backward"]
 
 KEY_BLOCK = 64  # see `triton.py`: with another number the bits are others
 CHUNK_BLOCKS = 32
@@ -51,25 +52,14 @@ class Config:
     turns: bool = True
 
 
-def unsupported(q_shape, num_kv_heads: int, dtype) -> str | None:
-    """Why there is no kernel, or None.
-
-    Args:
-      q_shape: [B, T, H, K].
-      num_kv_heads: N.
-      dtype: of the queries, keys and values.
-    """
-    G, K = q_shape[2] // num_kv_heads, q_shape[3]
-    if dtype != jnp.bfloat16 or K not in (64, 128) or G not in (2, 4, 8, 16, 32, 64) or 0 in q_shape:
-        return "bfloat16, head dimensions 64 and 128, 2, 4, 8, 16, 32 or 64 query heads per key/value head, and nothing empty"
-    return None
+_DEFAULT = Config()
 
 
 def _queries(shape, interpret):
     """Shared memory [.., 64 rows, 64] as registers and tensor cores see it, and [.., tokens, heads, 64] as the TMA unit does.
 
-    Eight rows of 128 bytes after eight rows of 128 bytes are rows of 128 bytes. Pallas's interpreter keeps each view by itself, so
-    there is only the second.
+    Eight rows of 128 bytes after eight rows of 128 bytes are rows of 128 bytes. Pallas's interpreter keeps each view by
+    itself, so there is only the second.
     """
     *leading, tokens, heads, width = shape
     if interpret:
@@ -242,9 +232,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
 
         def masked(scores, j):
             """Row r's token has seen column c of block j if c G <= r + G (the token's place behind the block's start)."""
-            row, column = (
-                plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
-            )
+            row, column = (plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
             behind = place_in_block + (blocks - 1 - j) * KEY_BLOCK
             return jnp.where(column * G <= row + behind * G, scores, -jnp.inf)
 
@@ -263,7 +251,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
                 mine, k_smem.at[slot], acc, weights, v_smem.at[before], pass_turn, softmax
             )
             plgpu.barrier_arrive(v_empty.at[before])
-            return weights, max_, sum_, math.scaled(acc, rescale)
+            return math.narrow(weights), max_, sum_, math.scaled(acc, rescale)
 
         def attend_chunk(c):
             """(maximum, sum, weighted sum of values) of a chunk's keys."""
@@ -277,7 +265,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
             weights, max_, sum_, _ = math.step(
                 masked(scores, begin), _full((_ROWS,), -jnp.inf, _ROW), _full((_ROWS,), 0.0, _ROW), scale=scale
             )
-            state = weights, max_, sum_, _full((_ROWS, K), 0.0, plgpu.Layout.WGMMA)
+            state = math.narrow(weights), max_, sum_, _full((_ROWS, K), 0.0, plgpu.Layout.WGMMA)
             whole = jnp.maximum(jnp.minimum(end, blocks - 1), begin + 1)
             state = lax.fori_loop(begin + 1, whole, lambda j, state: step(j, state, mask=False), state)
             weights, max_, sum_, acc = lax.fori_loop(whole, end, lambda j, state: step(j, state, mask=True), state)
@@ -354,7 +342,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
     lax.cond(me == _MULTIPLIERS, load_all, multiply_all)
 
 
-def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT, *, config: Config = Config(), processors: int | None = None, interpret=None):
+def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT, *, config: Config = _DEFAULT, processors: int | None = None, interpret=None):
     """Packed causal self-attention. Returns out [B, T, H, K] and the log-sum-exp float32 [B, H, T], in base 2.
 
     The first row of each aligned block of KEY_BLOCK rows says where the sequence of the whole block starts; starts are multiples
@@ -367,13 +355,13 @@ def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT, *, config: Config = Config()
       interpret: parameters of Pallas's interpreter, for a machine without a GPU.
 
     Raises:
-      NotImplementedError: see `unsupported`.
+      NotImplementedError: see `api.mosaic_lacks`.
     """
     B, length, H, K = q_BTHK.shape
     N = k_BTNK.shape[2]
-    supported = unsupported(q_BTHK.shape, N, q_BTHK.dtype)
-    if supported is not None:
-        raise NotImplementedError(f"mosaic attention: q {q_BTHK.shape} {q_BTHK.dtype}, {N} key/value heads; there is {supported}")
+    lacks = mosaic_lacks(q_BTHK.shape, N, q_BTHK.dtype)
+    if lacks is not None:
+        raise NotImplementedError(f"mosaic attention: {lacks}")
     if processors is None:
         device = jax.devices()[0]
         processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS

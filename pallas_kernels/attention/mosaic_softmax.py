@@ -5,9 +5,9 @@ they touch is written here with single operations. Pallas's interpreter knows no
 on arrays, with sums in the same order.
 
 Let R be the 64 rows of a warpgroup's tile, S the 64 keys of a block, K the head dimension. A row of scores lies in four threads
-beside each other: thread t has columns 8 i + 2 t and 8 i + 2 t + 1 for i = 0..7. Its sum is each thread's numbers in rising order,
-then thread t's plus thread t ^ 2's, then that plus thread t ^ 1's: what Triton emits for this layout. (Mosaic's own sum keeps two
-partial sums a thread and shuffles 1 before 2.)
+beside each other: thread t has columns 8 i + 2 t and 8 i + 2 t + 1 for i = 0..7. Its sum is each thread's numbers in rising
+order, then thread t's plus thread t ^ 2's, then that plus thread t ^ 1's: what Triton emits for this layout. (Mosaic's own sum
+keeps two partial sums a thread and shuffles 1 before 2.)
 """
 
 import types
@@ -58,9 +58,9 @@ def _numbers(array) -> list[list[ir.Value]]:
     """[2][n]: a thread's numbers of its two rows, by rising column."""
     registers = array.registers.reshape(-1, 2)  # [.., 2 rows], each a vector of neighbours in a row
     (width,) = ir.VectorType(registers[0, 0].type).shape
-    each = range(width)
+    places = [ir.DenseI64ArrayAttr.get([i]) for i in range(width)]
     return [
-        [vector.extract(r, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])) for r in registers[:, row] for i in each]
+        [vector.extract(r, dynamic_position=[], static_position=place) for r in registers[:, row] for place in places]
         for row in range(2)
     ]
 
@@ -95,11 +95,11 @@ def _row(shape=(ROWS,)):
 
 
 def _step(scores_RS, max_R, sum_R, *, scale: float):
-    """(weights [R, S] bfloat16, maximum, sum, rescale): a block's part of the online softmax."""
+    """(weights [R, S], maximum, sum, rescale), float32: a block's part of the online softmax."""
 
     @plgpu.inline_mgpu(
         arg_types=(_TILE, _ROW, _ROW),
-        return_type=(plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16, layout=_TILE), _row(), _row(), _row()),
+        return_type=(plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32, layout=_TILE), _row(), _row(), _row()),
     )
     def step(_, scores, max_, sum_):
         factor = _constant(scale)
@@ -116,9 +116,20 @@ def _step(scores_RS, max_R, sum_R, *, scale: float):
             maxima.append([new])
             rescales.append([rescale])
             sums.append([_add(_multiply(total, rescale), _across_row(_add, _in_order(_add, row)))])
-        return _like(scores, weights, ir.BF16Type.get()), _like(max_, maxima), _like(sum_, sums), _like(max_, rescales)
+        return _like(scores, weights), _like(max_, maxima), _like(sum_, sums), _like(max_, rescales)
 
     return step(scores_RS, max_R, sum_R)
+
+
+def _narrow(weights_RS):
+    """bfloat16, not before the tensor cores were waited for: they still read the last block's from registers that come free."""
+
+    @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16, layout=_TILE))
+    def narrow(_, weights):
+        weights = mgpu.optimization_barrier(weights)
+        return _like(weights, _numbers(weights), ir.BF16Type.get())
+
+    return narrow(weights_RS)
 
 
 def _merge_scales(max_a, max_b):
@@ -168,7 +179,7 @@ def _scaled(a_RK, scale_R, *, plus_zero: bool = False):
     return scaled(a_RK, scale_R)
 
 
-on_registers = types.SimpleNamespace(step=_step, merge_scales=_merge_scales, blend=_blend, scaled=_scaled)
+on_registers = types.SimpleNamespace(step=_step, narrow=_narrow, merge_scales=_merge_scales, blend=_blend, scaled=_scaled)
 
 # --- on arrays -----------------------------------------------------------------------------------------------------------------
 
@@ -193,7 +204,7 @@ def _array_step(scores_RS, max_R, sum_R, *, scale: float):
     subtract_R = _array_finite(new_R)
     weights_RS = jnp.exp2(scores_RS * scale - lax.broadcast_in_dim(subtract_R, scores_RS.shape, (0,)))
     rescale_R = jnp.exp2(max_R - subtract_R)
-    return weights_RS.astype(jnp.bfloat16), new_R, sum_R * rescale_R + row_sum(weights_RS), rescale_R
+    return weights_RS, new_R, sum_R * rescale_R + row_sum(weights_RS), rescale_R
 
 
 def _array_merge_scales(max_a, max_b):
@@ -209,6 +220,10 @@ def _array_scaled(a_RK, scale_R, *, plus_zero: bool = False):
     return a_RK * lax.broadcast_in_dim(scale_R, a_RK.shape, (0,)) + (0.0 if plus_zero else -0.0)
 
 
+def _array_narrow(weights_RS):
+    return weights_RS.astype(jnp.bfloat16)
+
+
 interpreted = types.SimpleNamespace(
-    step=_array_step, merge_scales=_array_merge_scales, blend=_array_blend, scaled=_array_scaled
+    step=_array_step, narrow=_array_narrow, merge_scales=_array_merge_scales, blend=_array_blend, scaled=_array_scaled
 )
