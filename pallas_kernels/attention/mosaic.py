@@ -305,7 +305,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
             chunks = lax.div(blocks + CHUNK_BLOCKS - 1, jnp.int32(CHUNK_BLOCKS))
             total_max, total_sum = lax.fori_loop(0, chunks, lambda c, state: merge(state, attend_chunk(c), store), state)
 
-        inverse = jnp.where(total_sum == 0.0, 0.0, 1.0 / total_sum)
+        inverse = math.inverse(total_sum)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left
         for half in range(halves):
             piece = acc[:, half * _WIDTH : (half + 1) * _WIDTH] if one_chunk else total_smem[half]

@@ -179,7 +179,25 @@ def _scaled(a_RK, scale_R, *, plus_zero: bool = False):
     return scaled(a_RK, scale_R)
 
 
-on_registers = types.SimpleNamespace(step=_step, narrow=_narrow, merge_scales=_merge_scales, blend=_blend, scaled=_scaled)
+def _inverse(total_R):
+    """1 / total, rounded to nearest, which Pallas's division is not; 0 of a row that attends nothing."""
+
+    @plgpu.inline_mgpu(arg_types=(_ROW,), return_type=_row())
+    def inverse(_, total):
+        f32 = ir.F32Type.get()
+        rows = []
+        for (x,) in _numbers(total):
+            one_over = llvm.inline_asm(f32, [x], "rcp.rn.f32 $0, $1;", "=f,f", has_side_effects=False)
+            is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, x, _constant(0.0))
+            rows.append([arith.select(is_empty, _constant(0.0), one_over)])
+        return _like(total, rows)
+
+    return inverse(total_R)
+
+
+on_registers = types.SimpleNamespace(
+    inverse=_inverse, step=_step, narrow=_narrow, merge_scales=_merge_scales, blend=_blend, scaled=_scaled
+)
 
 # --- on arrays -----------------------------------------------------------------------------------------------------------------
 
@@ -224,6 +242,15 @@ def _array_narrow(weights_RS):
     return weights_RS.astype(jnp.bfloat16)
 
 
+def _array_inverse(total_R):
+    return jnp.where(total_R == 0.0, 0.0, 1.0 / total_R)
+
+
 interpreted = types.SimpleNamespace(
-    step=_array_step, narrow=_array_narrow, merge_scales=_array_merge_scales, blend=_array_blend, scaled=_array_scaled
+    inverse=_array_inverse,
+    step=_array_step,
+    narrow=_array_narrow,
+    merge_scales=_array_merge_scales,
+    blend=_array_blend,
+    scaled=_array_scaled,
 )
