@@ -82,6 +82,11 @@ def capability() -> int:
     return 10 * int(major) + int(minor)
 
 
+def on_hopper() -> bool:
+    """Whether the device is one for which the Mosaic kernels are written."""
+    return jax.default_backend() == "gpu" and capability() == 90
+
+
 def multiplies_codes() -> bool:
     """Whether the device's matmul reads NVFP4 activations best as codes: not on a GPU without FP4 units, which expands them."""
     return jax.default_backend() != "gpu" or capability() >= 100

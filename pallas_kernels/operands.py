@@ -95,9 +95,8 @@ def resolve_matmul(op: str, implementation: str | None, dtype, n: int, k: int, *
     On Hopper bfloat16 goes to Mosaic, which has the TMA unit where Triton's kernels have pointers (1.2 times as fast; E4M3 does
     without it). Both give the same bits.
     """
-    on_hopper = jax.default_backend() == "gpu" and gpu.capability() == 90
     fits = dtype == jnp.bfloat16 and n % 64 == 0 and k % 64 == 0 and not packed
-    gpu_default = "mosaic" if on_hopper and fits else "triton"
+    gpu_default = "mosaic" if gpu.on_hopper() and fits else "triton"
     available = ("reference", "triton", "mosaic")
     name = op
     if jax.default_backend() == "gpu":

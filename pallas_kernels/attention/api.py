@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, gpu
 
 __all__ = ["attention", "key_block", "paged_attention"]
 
@@ -40,8 +40,15 @@ def mosaic_lacks(q_shape: tuple[int, ...], num_kv_heads: int, dtype) -> str | No
     )
 
 
-def _resolve(op: str, implementation: str | None, available: tuple[str, ...] = _WITHOUT_MOSAIC) -> str:
-    return dispatch.resolve(op, implementation, available)
+def _resolve(op: str, implementation: str | None, lacks: str | None = None) -> str:
+    """`lacks`: why the Mosaic kernel cannot run. On Hopper it runs where nobody names anything: 1.2 to 1.4 times as fast."""
+    gpu_default = "mosaic" if gpu.on_hopper() and not lacks else "triton"
+    # Who prefers Mosaic's kernels in general gets Triton's where there is none; who names it for this call is refused.
+    available = _WITHOUT_MOSAIC if lacks and implementation is None else _WITH_MOSAIC
+    chosen = dispatch.resolve(op, implementation, available, gpu_default=gpu_default)
+    if chosen == "mosaic" and lacks:
+        raise NotImplementedError(f"{op}: {lacks}; choose implementation='triton'")
+    return chosen
 
 
 def key_block(implementation: str | None = None) -> int:
@@ -52,7 +59,7 @@ def key_block(implementation: str | None = None) -> int:
     Args:
       implementation: see `pallas_kernels.dispatch.resolve`.
     """
-    return dispatch.module(__package__, _resolve("attention", implementation, _WITH_MOSAIC)).KEY_BLOCK
+    return dispatch.module(__package__, _resolve("attention", implementation)).KEY_BLOCK
 
 
 def _check(op: str, implementation: str, q, k, v) -> None:
@@ -96,12 +103,8 @@ def attention(
       ValueError: H is not a multiple of N, or q, k and v differ in type.
       NotImplementedError: the kernels do not have this head dimension or type.
     """
-    lacks = mosaic_lacks(q.shape, k.shape[2], q.dtype)
-    # Who prefers Mosaic's kernels in general gets Triton's here; who names it for this call is refused.
-    chosen = _resolve("attention", implementation, _WITHOUT_MOSAIC if lacks and implementation is None else _WITH_MOSAIC)
+    chosen = _resolve("attention", implementation, mosaic_lacks(q.shape, k.shape[2], q.dtype))
     _check("attention", chosen, q, k, v)
-    if chosen == "mosaic" and lacks:
-        raise NotImplementedError(f"attention: {lacks}; choose implementation='triton'")
     return _attention(chosen, q, k, v, positions)
 
 
@@ -152,7 +155,7 @@ def paged_attention(
       ValueError: H is not a multiple of N, types differ, or a page is no key block.
       NotImplementedError: the kernels do not have this head dimension or type.
     """
-    chosen = _resolve("paged_attention", implementation)
+    chosen = _resolve("paged_attention", implementation, "no kernel for a cache of pages")
     _check("paged_attention", chosen, q, k_pages, v_pages)
     slots, wanted = k_pages.shape[1], key_block(chosen)
     if slots != wanted:

@@ -7,9 +7,8 @@ import pytest
 
 from minite_jax.model import hidden_states, init_cache, scored_tokens
 from minite_jax.rollout import pack_sequences
+from pallas_kernels.attention import key_block
 from pallas_kernels.log_prob import Truncation
-
-ROW = 64
 
 score = jax.jit(lambda policy, tokens, positions: scored_tokens(policy, tokens, Truncation(), positions=positions))
 
@@ -18,7 +17,7 @@ def _packed(world):
     """The world's 20 sequences of 2 to 25 tokens, packed, and the mask of their log-probs in rows of their own [20, 31]."""
     tokens_BT, _, _ = world.sequences
     sequences = [row[:length].tolist() for row, length in zip(tokens_BT, world.lengths, strict=True)]
-    packed = pack_sequences(sequences, ROW)
+    packed = pack_sequences(sequences, 4 * key_block())
     assert packed.tokens.shape[0] <= 10 and (np.asarray(packed.start) > 0).sum() >= 10
     return packed, np.arange(tokens_BT.shape[1] - 1)[None, :] < world.lengths[:, None] - 1
 

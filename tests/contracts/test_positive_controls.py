@@ -76,6 +76,8 @@ def _modules_with_row_tiles():
 @pytest.mark.worlds("dense_fp32", slow=("moe_bf16",))
 def test_a_sampler_without_fixed_reductions_shows(world, in_tiles, monkeypatch):
     """The same operations on the same weights, but with XLA's own sums (and each on all rows at once), in the sampler only."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("what is replaced are the sums of the reference; a GPU's sums are inside of its kernels")
     replaced = []
     for module in _modules_with_row_tiles():
         if not in_tiles:
