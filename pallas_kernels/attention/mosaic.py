@@ -5,8 +5,8 @@ A tile is 128 rows, query tokens times the query heads of one key/value head, an
 sequence, one number of blocks, and only its last block has a mask. A thread block has three warpgroups. The loader asks the TMA
 unit for the tile's queries and for one block of keys and values after another, into rings of slots ("full", given back "empty").
 Each of the two multipliers has 64 rows. In a step it asks the tensor cores for the scores of the next block and for the weighted
-values of this one; while the values are summed, it turns those scores into weights. The two take turns to ask (`turn`), so that
-one multiplies while the other does its softmax, as FlashAttention-3 does (Shah et al. 2024, arXiv:2407.08608).
+values of this one; while the values are summed, it turns those scores into weights (FlashAttention-3, Shah et al. 2024,
+arXiv:2407.08608; to make the two take turns, as there, was no faster here).
 
 As many thread blocks as there are processors go through the tiles, long ones first. The loader runs ahead into the next tile.
 
@@ -15,6 +15,7 @@ row's bits are, and `mosaic_softmax.py` for the arithmetic. Let G = H / N be the
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -45,11 +46,9 @@ class Config:
 
     Attributes:
       stages: slots of the ring of keys, and of that of values.
-      turns: the multipliers take turns to ask the tensor cores.
     """
 
     stages: int = 3
-    turns: bool = True
 
 
 _DEFAULT = Config()
@@ -74,32 +73,30 @@ def _full(shape, value, layout):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def _scores(q_smem, k_smem, meanwhile):
-    """q [halves, 64, 64] times the transposed k [64, K]; `meanwhile` runs when the tensor cores were asked."""
+def _scores(q_smem, k_smem):
+    """q [halves, 64, 64] times the transposed k [64, K]."""
 
     def products(scores_ref):
         for half in range(q_smem.shape[0]):
             keys = k_smem.at[:, pl.ds(half * _WIDTH, _WIDTH)]
             plgpu.wgmma(scores_ref, q_smem.at[half], keys.transpose((1, 0)))
-        meanwhile()
         return scores_ref[...]
 
     return pl.run_scoped(products, plgpu.ACC((_ROWS, KEY_BLOCK), jnp.float32))
 
 
-def _add_values(acc, weights, v_smem, meanwhile):
+def _add_values(acc, weights, v_smem):
     """acc + weights [64, 64] times v [64, K]."""
 
     def products(acc_ref):
         acc_ref[...] = acc
         plgpu.wgmma(acc_ref, weights, v_smem)
-        meanwhile()
         return acc_ref[...]
 
     return pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
 
 
-def _scores_and_values(q_smem, k_smem, acc, weights, v_smem, meanwhile, softmax):
+def _scores_and_values(q_smem, k_smem, acc, weights, v_smem, softmax):
     """`_scores` of a block and `_add_values` of the one before it; `softmax` gets the scores while the values are summed."""
 
     def products(scores_ref, acc_ref):
@@ -108,7 +105,6 @@ def _scores_and_values(q_smem, k_smem, acc, weights, v_smem, meanwhile, softmax)
             keys = k_smem.at[:, pl.ds(half * _WIDTH, _WIDTH)]
             plgpu.wgmma(scores_ref, q_smem.at[half], keys.transpose((1, 0)))
         plgpu.wgmma(acc_ref, weights, v_smem)
-        meanwhile()
         result = softmax(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
         return acc_ref[...], result
 
@@ -118,25 +114,23 @@ def _scores_and_values(q_smem, k_smem, acc, weights, v_smem, meanwhile, softmax)
 # The interpreter has no operands in registers and no accumulators with a value, so there these are products of arrays.
 
 
-def _array_scores(q_smem, k_smem, meanwhile):
+def _array_scores(q_smem, k_smem):
     q_HRD = q_smem[...].reshape(-1, _ROWS, _WIDTH)
     q = jnp.concatenate(list(q_HRD), axis=1).astype(jnp.float32)
     scores = jnp.dot(q, k_smem[...].astype(jnp.float32).T)
     plgpu.commit_smem()  # tensor cores read as the TMA unit writes; registers do not
-    meanwhile()
     return scores
 
 
-def _array_add_values(acc, weights, v_smem, meanwhile):
+def _array_add_values(acc, weights, v_smem):
     acc = acc + jnp.dot(weights.astype(jnp.float32), v_smem[...].astype(jnp.float32))
     plgpu.commit_smem()
-    meanwhile()
     return acc
 
 
-def _array_scores_and_values(q_smem, k_smem, acc, weights, v_smem, meanwhile, softmax):
-    scores = _array_scores(q_smem, k_smem, lambda: None)
-    acc = _array_add_values(acc, weights, v_smem, meanwhile)
+def _array_scores_and_values(q_smem, k_smem, acc, weights, v_smem, softmax):
+    scores = _array_scores(q_smem, k_smem)
+    acc = _array_add_values(acc, weights, v_smem)
     return acc, softmax(scores)
 
 
@@ -158,7 +152,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
     scores_of, add_values, scores_and_values = products
     q_smem, q_landing = (shared["q_smem"],) * 2 if interpret else shared["q_smem"]
     out_smem, out_leaving = (shared["out_smem"],) * 2 if interpret else shared["out_smem"]
-    k_smem, v_smem, lse_smem, turn = (shared[name] for name in ("k_smem", "v_smem", "lse_smem", "turn"))
+    k_smem, v_smem, lse_smem = (shared[name] for name in ("k_smem", "v_smem", "lse_smem"))
     q_full, q_empty, k_full, k_empty, v_full, v_empty = (
         shared[name] for name in ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty")
     )
@@ -216,14 +210,6 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
 
     # --- a multiplier
 
-    def take_turn():
-        if config.turns:
-            plgpu.barrier_wait(turn.at[me])
-
-    def pass_turn():
-        if config.turns:
-            plgpu.barrier_arrive(turn.at[1 - me])
-
     def multiply_tile(i, done):
         b, n, token, start, blocks = place(i)
         place_in_block = lax.rem(token, jnp.int32(KEY_BLOCK)) + me * tokens
@@ -246,9 +232,8 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
 
             plgpu.barrier_wait(k_full.at[slot])
             plgpu.barrier_wait(v_full.at[before])
-            take_turn()
             acc, (weights, max_, sum_, rescale) = scores_and_values(
-                mine, k_smem.at[slot], acc, weights, v_smem.at[before], pass_turn, softmax
+                mine, k_smem.at[slot], acc, weights, v_smem.at[before], softmax
             )
             plgpu.barrier_arrive(v_empty.at[before])
             return math.narrow(weights), max_, sum_, math.scaled(acc, rescale)
@@ -259,8 +244,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
             end = jnp.minimum(begin + CHUNK_BLOCKS, blocks)
             slot = slot_of(done + begin)
             plgpu.barrier_wait(k_full.at[slot])
-            take_turn()
-            scores = scores_of(mine, k_smem.at[slot], pass_turn)
+            scores = scores_of(mine, k_smem.at[slot])
             plgpu.barrier_arrive(k_empty.at[slot])
             weights, max_, sum_, _ = math.step(
                 masked(scores, begin), _full((_ROWS,), -jnp.inf, _ROW), _full((_ROWS,), 0.0, _ROW), scale=scale
@@ -276,8 +260,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
 
             slot = slot_of(done + end - 1)
             plgpu.barrier_wait(v_full.at[slot])
-            take_turn()
-            acc = add_values(acc, weights, v_smem.at[slot], pass_turn)
+            acc = add_values(acc, weights, v_smem.at[slot])
             plgpu.barrier_arrive(v_empty.at[slot])
             return max_, sum_, acc
 
@@ -334,14 +317,14 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
 
     def multiply_all():
         plgpu.set_max_registers(_REGISTERS[1], action="increase")
-        pl.when(me == 1)(pass_turn)  # the first turn is the other's
         lax.fori_loop(0, my_tiles, multiply_tile, jnp.int32(0))
-        pl.when(me == 0)(take_turn)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     lax.cond(me == _MULTIPLIERS, load_all, multiply_all)
 
 
+# A function of its own for JAX, because tracing and lowering take a second, and a model has as many calls as layers.
+@functools.partial(jax.jit, static_argnames=("config", "processors", "interpret"))
 def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT, *, config: Config = _DEFAULT, processors: int | None = None, interpret=None):
     """Packed causal self-attention. Returns out [B, T, H, K] and the log-sum-exp float32 [B, H, T], in base 2.
 
@@ -384,7 +367,6 @@ def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT, *, config: Config = _DEFAULT
         q_empty=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
         **{f"{name}_full": plgpu.Barrier(num_barriers=config.stages) for name in "kv"},
         **{f"{name}_empty": plgpu.Barrier(num_arrivals=_MULTIPLIERS, num_barriers=config.stages) for name in "kv"},
-        turn=plgpu.Barrier(num_barriers=_MULTIPLIERS),
     )
     if not one_chunk:
         sums = (_MULTIPLIERS, K // _WIDTH, _ROWS, _WIDTH)
