@@ -1,8 +1,8 @@
 """Which implementation of an operation runs: explicit, printed once, never a silent fallback.
 
 "reference": plain jnp, the specification, on every device. "triton": kernels for NVIDIA GPUs. "mosaic": Pallas kernels for
-Hopper, which the bfloat16 matmuls have. The default is a kernel on a GPU and "reference" elsewhere; `prefer` changes it for a
-whole program, and every operation takes ``implementation=``.
+Hopper, which the matmuls of bfloat16 and E4M3 have. The default is a kernel on a GPU and "reference" elsewhere; `prefer` changes
+it for a whole program, and every operation takes ``implementation=``.
 """
 
 import functools

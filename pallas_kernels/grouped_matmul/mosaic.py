@@ -1,8 +1,9 @@
-"""Matmuls of bfloat16 on Hopper in Pallas (Mosaic GPU), tiles loaded by the TMA unit: dense, grouped, and the weights' gradient.
+"""Matmuls on Hopper in Pallas (Mosaic GPU), tiles loaded by the TMA unit: dense, grouped, and the weights' gradient.
 
-How tiles come and go is in `mosaic_ring.py`; here is what they are.
+Operands are bfloat16, or E4M3 in the forward direction: fp8 tensor cores read both operands with K innermost, which is how x and
+w lie. How tiles come and go is in `mosaic_ring.py`; here is what they are.
 
-A row's bits. Every output element is one chain of tensor core instructions over k in rising steps of 64 from a float32 zero, in
+A row's bits. Every output element is one chain of tensor core instructions over k in rising order from a float32 zero, in
 one warpgroup. Neither the tile, nor the place of the row in it, nor the rows beside it come into that. This also makes the ends
 of groups cheap: the last tile of a group that has enough rows moves up until it ends with the group, and computes some rows
 twice, to the same bits. Only groups smaller than a warpgroup's rows need stores of their own: eights, 4, 2, 1 rows.
@@ -15,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_matmul.mosaic_ring import (
-    BLOCK_K,
     Config,
     Work,
+    depth_of_step,
     run,
+    skip_steps,
     store_tile,
     sum_steps,
     swizzled,
@@ -28,6 +30,7 @@ from pallas_kernels.grouped_matmul.mosaic_ring import (
 )
 
 TOGETHER = Config()
+_ROWS_OF_STEP = 64  # summed in one step of a sum over rows
 
 # --- rows times matrices -------------------------------------------------------------------------------------------------------
 
@@ -36,8 +39,9 @@ def row_tiles(group_sizes: jax.Array, num_rows: int, rows: int, parts: int) -> t
     """Cuts groups of rows into tiles of `parts` x `rows` rows. Rows behind the last group are one more group.
 
     Returns:
-      (group [T], start [T * parts], length [T * parts], number of tiles [1]), int32. A part's length is `rows` (the last part of
-      a group is moved up to end with it), 0 where the group has ended, or the group's size where that is less than `rows`.
+      (group [T], start [T * parts], length [T * parts], [number of tiles, of those of a group]), int32. A part's length is
+      `rows` (the last part of a group is moved up to end with it), 0 where the group has ended, or the group's size where that
+      is less than `rows`.
     """
     tile_rows = parts * rows
     num_groups = group_sizes.shape[0] + 1
@@ -58,15 +62,27 @@ def row_tiles(group_sizes: jax.Array, num_rows: int, rows: int, parts: int) -> t
     size_TP, end_TP = (jnp.broadcast_to(each[:, None], part_TP.shape) for each in (size_T, end_T))
     start_TP = jnp.where(size_TP >= rows, jnp.minimum(part_TP, end_TP - rows), part_TP)
     length_TP = jnp.where(part_TP < end_TP, jnp.minimum(size_TP, rows), 0)
-    return group_T, start_TP.reshape(-1), length_TP.reshape(-1), tile_ends_E[-1:]
+    counts = jnp.stack([tile_ends_E[-1], tile_ends_E[-1] - tiles_E[-1]])
+    return group_T, start_TP.reshape(-1), length_TP.reshape(-1), counts
 
 
-def _check(a, b, n: int, k: int, out_dtype) -> None:
+# What K must be a multiple of. The TMA unit fills the last step with zeros, and wants rows of whole 16 bytes.
+_MULTIPLE_OF_K = {"bfloat16": 64, "float8_e4m3fn": 16}
+
+
+def _check(a, b, n: int, k: int, out_dtype, *, rows_in_order: bool) -> None:
+    """rows_in_order: both operands have the summed axis innermost."""
     types = f"{a.dtype} x {b.dtype} -> {jnp.dtype(out_dtype).name}"
-    if types not in ("bfloat16 x bfloat16 -> bfloat16", "bfloat16 x bfloat16 -> float32"):
-        raise NotImplementedError(f"mosaic matmul: {types}: only bfloat16 operands, and bfloat16 or float32 results")
-    if n % 64 or k % 64 or not a.size or not b.size:
-        raise NotImplementedError(f"mosaic matmul: {a.shape} x {b.shape}: N and K must be multiples of 64, and nothing empty")
+    known = a.dtype == b.dtype and a.dtype.name in _MULTIPLE_OF_K and jnp.dtype(out_dtype).name in ("bfloat16", "float32")
+    if not known or (a.dtype.itemsize == 1 and not rows_in_order):
+        raise NotImplementedError(
+            f"mosaic matmul: {types}: two bfloat16 operands, or two E4M3 ones of a forward product; bfloat16 or float32 results"
+        )
+    multiple = _MULTIPLE_OF_K[a.dtype.name]
+    if n % 64 or k % multiple or not a.size or not b.size:
+        raise NotImplementedError(
+            f"mosaic matmul: {a.shape} x {b.shape}: N must be a multiple of 64, K of {multiple}, and nothing empty"
+        )
 
 
 def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jnp.bfloat16, transposed: bool = False,
@@ -74,8 +90,8 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
     """out[i] = a[i] @ b[group of i].T, times a_outer[i], times b_outer[group of i]; rows behind the last group are zeros.
 
     Args:
-      a: [M, K] bfloat16, rows sorted by group.
-      b: [E, N, K] bfloat16; `transposed`: [E, K, N].
+      a: [M, K] bfloat16 or E4M3, rows sorted by group.
+      b: [E, N, K] of the same type; `transposed`: [E, K, N], bfloat16.
       group_sizes: [E] integers, sum at most M; None: one group of all rows.
       a_outer: [M] float32 or None.
       b_outer: [E] float32 or None.
@@ -85,114 +101,142 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
       interpret: parameters of Pallas's interpreter, for a machine without a GPU.
 
     Raises:
-      NotImplementedError: types other than bfloat16, or N or K not a multiple of 64.
+      NotImplementedError: other types, N not a multiple of 64, or K not one of 64 (bfloat16) or 16 (E4M3).
     """
     m, k = a.shape
     n = b.shape[2] if transposed else b.shape[1]
-    num_groups = b.shape[0]
-    _check(a, b, n, k, out_dtype)
+    _check(a, b, n, k, out_dtype, rows_in_order=not transposed)
     grouped = group_sizes is not None
-    if config.cluster > 1 and (config.turns or (grouped and config.share == "b")):
-        raise NotImplementedError(f"mosaic matmul: {config} does not share an operand {'between groups' if grouped else ''}")
     padded = max(m, config.rows)  # no operand may be smaller than what is loaded at once
     if padded > m:
         a = jnp.pad(a, ((0, padded - m), (0, 0)))
         a_outer = None if a_outer is None else jnp.pad(a_outer, (0, padded - m))
 
-    rows, columns, parts = config.rows, config.columns, config.parts
-    num_n = pl.cdiv(n, columns)
-    share_a, share_b = (config.cluster > 1 and config.share == each for each in "ab")
+    rows, columns, parts, block_k = config.rows, config.columns, config.parts, depth_of_step(a.dtype)
+    num_n, num_steps = pl.cdiv(n, columns), pl.cdiv(k, block_k)
+    share_a, share_b = config.shares("a"), config.shares("b")
+    blocks_above = config.cluster if share_b else 1  # blocks of a cluster that have tiles one above the other
     inputs = [a, b]
     if a_outer is not None:
         # Parts that are not stored still look their scales up.
-        inputs.append(jnp.pad(a_outer.astype(jnp.float32), (0, config.tile_rows)))
+        inputs.append(jnp.pad(a_outer.astype(jnp.float32), (0, blocks_above * config.tile_rows)))
     if b_outer is not None:
         inputs.append(jnp.pad(b_outer.reshape(-1).astype(jnp.float32), (0, 1)))
     if grouped:
-        inputs += row_tiles(group_sizes, padded, rows, parts)
+        inputs += row_tiles(group_sizes, padded, rows, parts * blocks_above)
     names = ["a", "b"] + ["a_outer"] * (a_outer is not None) + ["b_outer"] * (b_outer is not None)
     names += ["group", "start", "length", "count"] * grouped
 
     def work(refs, out, ring):
         a_smem, a_landing = views(ring.a_smem, interpret)
+        b_smem, b_landing = (ring.b_smem, ring.b_smem) if transposed else views(ring.b_smem, interpret)
         gmem = dict(zip(names, refs, strict=True))
         neighbour = lax.axis_index("cluster") if config.cluster > 1 else 0
 
+        # A cluster chooses tiles as one: `blocks_above` tiles of rows, or of columns as many as there are blocks.
         num_pairs_n = pl.cdiv(num_n, config.cluster) if share_a else num_n
         if grouped:
-            num_tiles = gmem["count"][0] * num_pairs_n
+            num_pairs_m, num_multiplied = gmem["count"][0], gmem["count"][1]
         else:
-            num_m = pl.cdiv(padded, config.tile_rows)
-            num_pairs_m = pl.cdiv(num_m, config.cluster) if share_b else num_m
-            num_tiles = jnp.int32(num_pairs_m * num_pairs_n)
+            num_pairs_m = pl.cdiv(pl.cdiv(padded, config.tile_rows), blocks_above)
+        num_tiles = jnp.int32(num_pairs_m * num_pairs_n)
 
         def place(tile):
-            """(tile of rows, first column) of a tile's number."""
+            """(tile of rows of the cluster, first column) of a tile's number."""
             if grouped:
                 i, j = lax.div(tile, jnp.int32(num_pairs_n)), lax.rem(tile, jnp.int32(num_pairs_n))
             else:
                 i, j = plgpu.planar_snake(tile, (num_pairs_m, num_pairs_n), 0, config.width)
-            if share_b:
-                i = i * config.cluster + neighbour
             if share_a:
                 j = j * config.cluster + neighbour
             return i, j * columns
 
+        def part_number(i, part):
+            return (i * blocks_above + neighbour if share_b else i) * parts + part
+
         def group_of(i):
             return gmem["group"][i] if grouped else jnp.int32(0)
 
-        def part_of(i, part):
-            """(first row, number of rows, or None for all) of one multiplier's part of a tile of rows."""
+        def first_row(i, part):
+            """Of one multiplier's part of a tile of rows."""
             if grouped:
-                return gmem["start"][i * parts + part], gmem["length"][i * parts + part]
-            first = i * config.tile_rows + part * rows
-            return jnp.minimum(first, padded - rows), None
+                return gmem["start"][part_number(i, part)]
+            return jnp.minimum(part_number(i, part) * rows, padded - rows)
 
         def steps_of_tile(tile):
             if not grouped:
-                return jnp.int32(k // BLOCK_K)
-            return jnp.where(group_of(place(tile)[0]) < num_groups, jnp.int32(k // BLOCK_K), 0)
+                return jnp.int32(num_steps)
+            return jnp.where(place(tile)[0] < num_multiplied, jnp.int32(num_steps), 0)
 
-        def copy(tile, step, slot):
-            i, column = place(tile)
-            depth = pl.ds(step * BLOCK_K, BLOCK_K)
-            for part in range(parts):
-                plgpu.copy_gmem_to_smem(
-                    gmem["a"].at[pl.ds(part_of(i, part)[0], rows), depth], a_landing.at[slot, part], ring.full.at[slot],
-                    collective_axes="cluster" if share_a else None,
-                )  # fmt: skip
-            place_b = (depth, pl.ds(column, columns)) if transposed else (pl.ds(column, columns), depth)
-            plgpu.copy_gmem_to_smem(
-                gmem["b"].at[(group_of(i), *place_b)], ring.b_smem.at[slot], ring.full.at[slot],
-                collective_axes="cluster" if share_b else None,
-            )  # fmt: skip
-
-        def multiply_tile(tile, steps, slot_of):
+        def look_up(tile):
             part = 0 if config.turns else lax.axis_index("multiplier")
+            i, _ = place(tile)
+            if not grouped:
+                return (first_row(i, part),)
+            return first_row(i, part), gmem["length"][part_number(i, part)], group_of(i)
+
+        def axes(shared):
+            return "cluster" if shared and config.multicast else None
+
+        def copy(tile):
             i, column = place(tile)
-            start, length = part_of(i, part)
+            group, firsts = group_of(i), [first_row(i, part) for part in range(parts)]
+
+            def copy_step(step, slot):
+                depth = pl.ds(step * block_k, block_k)
+                for part, first in enumerate(firsts):
+                    plgpu.copy_gmem_to_smem(
+                        gmem["a"].at[pl.ds(first, rows), depth], a_landing.at[slot, part], ring.full.at[slot],
+                        collective_axes=axes(share_a),
+                    )  # fmt: skip
+                place_b = (depth, pl.ds(column, columns)) if transposed else (pl.ds(column, columns), depth)
+                plgpu.copy_gmem_to_smem(
+                    gmem["b"].at[(group, *place_b)], b_landing.at[slot], ring.full.at[slot], collective_axes=axes(share_b)
+                )
+
+            return copy_step
+
+        def multiply_tile(tile, found, steps, slot_of):
+            part = 0 if config.turns else lax.axis_index("multiplier")
+            _, column = place(tile)
+            start, length, group = found if grouped else (*found, None, jnp.int32(0))
 
             def product(total_ref, slot):
-                b_slot = ring.b_smem.at[slot]
+                b_slot = b_smem.at[slot]
                 plgpu.wgmma(total_ref, a_smem.at[slot, part], b_slot if transposed else b_slot.transpose((1, 0)))
-
-            total = sum_steps(ring, (rows, columns), steps, slot_of, product)
-            if a_outer is not None:
-                scale = plgpu.load(gmem["a_outer"].at[pl.ds(start, rows)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
-            if b_outer is not None:
-                total = total * gmem["b_outer"][group_of(i)]
 
             def out_at(row, num_rows, column, num_columns):
                 return out.at[pl.ds(row, num_rows), pl.ds(column, num_columns)]
 
-            store_tile(total, out_at, length, start, column, *views(ring.out_smem, interpret))
+            def sum_and_store():
+                # The scales are asked for before the sum and used after it.
+                a_scale = b_scale = None
+                if a_outer is not None:
+                    at = gmem["a_outer"].at[pl.ds(start, rows)]
+                    a_scale = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                if b_outer is not None:
+                    b_scale = gmem["b_outer"][group]
+                total = sum_steps(ring, (rows, columns), steps, slot_of, product)
+                if a_scale is not None:
+                    total = total * lax.broadcast_in_dim(a_scale, total.shape, (0,))
+                if b_scale is not None:
+                    total = total * b_scale
+                store_tile(total, out_at, length, start, column, *views(ring.out_smem, interpret))
 
-        return Work(num_tiles, steps_of_tile, copy, multiply_tile)
+            if grouped:
+                pl.when(length > 0)(sum_and_store)
+                pl.when(length == 0)(lambda: skip_steps(ring, steps, slot_of))
+            else:
+                sum_and_store()
 
-    b_shape = (BLOCK_K, columns) if transposed else (columns, BLOCK_K)
-    a_smem = two_views((config.rings * config.stages, parts, rows, BLOCK_K), a.dtype)
-    b_smem = plgpu.SMEM((config.rings * config.stages, *b_shape), b.dtype, transforms=swizzled(b.dtype))
+        return Work(num_tiles, steps_of_tile, look_up, copy, multiply_tile)
+
+    slots = config.rings * config.stages
+    a_smem = two_views((slots, parts, rows, block_k), a.dtype)
+    if transposed:
+        b_smem = plgpu.SMEM((slots, block_k, columns), b.dtype, transforms=swizzled(b.dtype))
+    else:
+        b_smem = two_views((slots, columns, block_k), b.dtype)
     out_type = jax.ShapeDtypeStruct((padded, n), out_dtype)
     options = dict(copies=parts + 1, processors=processors, interpret=interpret)
     return run(work, inputs, config, out_type, a_smem, b_smem, **options)[:m]
@@ -220,7 +264,7 @@ def multiply_transposed(
     """
     m, n = g.shape
     k = x.shape[1]
-    _check(g, x, n, k, jnp.float32)
+    _check(g, x, n, k, jnp.float32, rows_in_order=False)
     if config.cluster > 1:
         raise NotImplementedError(f"mosaic sum over rows: {config}: blocks share no operand")
     if config.columns % (64 * config.parts):
@@ -231,8 +275,8 @@ def multiply_transposed(
     sizes_E = group_sizes.astype(jnp.int32)
     upto_EE = jnp.arange(num_groups)[:, None] >= jnp.arange(num_groups)[None, :]
     ends_E = jnp.sum(jnp.where(upto_EE, sizes_E[None, :], 0), axis=1)
-    if m < BLOCK_K:
-        g, x = (jnp.pad(each, ((0, BLOCK_K - m), (0, 0))) for each in (g, x))
+    if m < _ROWS_OF_STEP:
+        g, x = (jnp.pad(each, ((0, _ROWS_OF_STEP - m), (0, 0))) for each in (g, x))
 
     rows, columns, parts = config.rows, config.columns, config.parts
     num_n, num_k = pl.cdiv(n, config.tile_rows), pl.cdiv(k, columns)
@@ -250,35 +294,41 @@ def multiply_transposed(
 
         def steps_of_tile(tile):
             group = place(tile)[0]
-            return lax.div(ends[group] - starts[group] + BLOCK_K - 1, jnp.int32(BLOCK_K))
+            return lax.div(ends[group] - starts[group] + _ROWS_OF_STEP - 1, jnp.int32(_ROWS_OF_STEP))
 
-        def copy(tile, step, slot):
+        def copy(tile):
             group, row, column = place(tile)
-            first = starts[group] + step * BLOCK_K
+            start = starts[group]
             operands = (g_gmem, a_landing, row, config.tile_rows), (x_gmem, b_landing, column, columns)
-            for r in range(0, BLOCK_K, 8):
-                for source, landing, at, width in operands:
-                    if interpret:
-                        target, piece = landing.at[slot, pl.ds(r, 8)], (pl.ds(first + r, 8), pl.ds(at, width))
-                    else:
-                        target = landing.at[slot, r // 8].transpose((1, 0, 2))
-                        piece = (pl.ds(first + r, 8), pl.ds(lax.div(at, 64), width // 64))
-                    plgpu.copy_gmem_to_smem(source.at[piece], target, ring.full.at[slot])
+
+            def copy_step(step, slot):
+                first = start + step * _ROWS_OF_STEP
+                for r in range(0, _ROWS_OF_STEP, 8):
+                    for source, landing, at, width in operands:
+                        if interpret:
+                            target, piece = landing.at[slot, pl.ds(r, 8)], (pl.ds(first + r, 8), pl.ds(at, width))
+                        else:
+                            target = landing.at[slot, r // 8].transpose((1, 0, 2))
+                            piece = (pl.ds(first + r, 8), pl.ds(lax.div(at, 64), width // 64))
+                        plgpu.copy_gmem_to_smem(source.at[piece], target, ring.full.at[slot])
+
+            return copy_step
 
         def clear(ref, slot, first, width, inside):
             """Zeros in the rows of a slot that are another group's: both operands', since 0 x NaN is NaN."""
             for c in range(0, width, 64):
                 piece = (slot, slice(None), pl.ds(first + c, 64))
-                row = plgpu.broadcasted_iota(jnp.int32, (BLOCK_K, 64), 0, layout=plgpu.Layout.WGMMA)
+                row = plgpu.broadcasted_iota(jnp.int32, (_ROWS_OF_STEP, 64), 0, layout=plgpu.Layout.WGMMA)
                 values = jnp.where(row < inside, ref[piece], jnp.zeros((), ref.dtype))
                 plgpu.commit_smem()  # all have read
                 ref[piece] = values
 
-        def multiply_tile(tile, steps, slot_of):
+        def multiply_tile(tile, found, steps, slot_of):
+            del found
             part = jnp.int32(0) if config.turns else lax.axis_index("multiplier")
             group, row, column = place(tile)
-            last = ends[group] - starts[group] - (steps - 1) * BLOCK_K  # rows in the last step
-            whole = jnp.where((last == BLOCK_K) | (steps == 0), steps, steps - 1)
+            last = ends[group] - starts[group] - (steps - 1) * _ROWS_OF_STEP  # rows in the last step
+            whole = jnp.where((last == _ROWS_OF_STEP) | (steps == 0), steps, steps - 1)
 
             def product(total_ref, slot):
                 plgpu.wgmma(total_ref, a_smem.at[slot, :, pl.ds(part * rows, rows)].transpose((1, 0)), b_smem.at[slot])
@@ -298,13 +348,13 @@ def multiply_transposed(
 
             store_tile(total, out_at, None, row + part * rows, column, *views(ring.out_smem, interpret))
 
-        return Work(num_tiles, steps_of_tile, copy, multiply_tile)
+        return Work(num_tiles, steps_of_tile, lambda tile: (), copy, multiply_tile)
 
     slots = config.rings * config.stages
-    a_smem, b_smem = (two_views_of_tiles((slots, BLOCK_K, width), g.dtype) for width in (config.tile_rows, columns))
+    a_smem, b_smem = (two_views_of_tiles((slots, _ROWS_OF_STEP, width), g.dtype) for width in (config.tile_rows, columns))
     out_type = jax.ShapeDtypeStruct((num_groups, n, k), jnp.float32)
     if not interpret:
         g, x = (each.reshape(each.shape[0], -1, 64) for each in (g, x))
     inputs = g, x, ends_E - sizes_E, ends_E
-    options = dict(copies=2 * BLOCK_K // 8, processors=processors, interpret=interpret)
+    options = dict(copies=2 * _ROWS_OF_STEP // 8, processors=processors, interpret=interpret)
     return run(work, inputs, config, out_type, a_smem, b_smem, **options)

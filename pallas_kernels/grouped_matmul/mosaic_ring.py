@@ -23,8 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-BLOCK_K = 64  # summed in one step: 128 bytes, the width of the swizzle
-_CHUNK_BYTES = 128  # of a row, stored by one copy
+_CHUNK_BYTES = 128  # of a row, loaded in a step or stored by one copy: the width of the swizzle
 _CHUNK_ROWS = 64
 _HOPPER_PROCESSORS = 132
 _MULTIPLIERS = 2  # warpgroups
@@ -44,8 +43,11 @@ class Config:
       stages: slots of a ring.
       turns: each multiplier has tiles and a ring of its own.
       cluster: 2: two blocks load an operand together that both need; 1: each loads its own.
-      share: what the blocks of a cluster share: "a" (tiles side by side) or "b" (tiles one above the other, not for groups).
+      share: what the blocks of a cluster share: "a" (tiles side by side) or "b" (tiles one above the other, of one group).
       width: this many tiles of rows go through all columns together, so that what is read again is in the cache.
+      chunks: parts of a result, 64 rows x 128 bytes, that may be on their way out of a multiplier; where all of a tile's are, it
+        does not wait for them.
+      multicast: the blocks of a cluster load what they share once. False: each loads all of it, to see what that costs.
     """
 
     rows: int = 64
@@ -55,6 +57,8 @@ class Config:
     cluster: int = 1
     share: str = "b"
     width: int = 8
+    chunks: int = 2
+    multicast: bool = True
 
     @property
     def parts(self) -> int:
@@ -69,6 +73,15 @@ class Config:
     def tile_rows(self) -> int:
         return self.rows * self.parts
 
+    def shares(self, operand: str) -> bool:
+        """Whether the blocks of a cluster need the same tile of this operand, "a" or "b"."""
+        return self.cluster > 1 and self.share == operand
+
+
+def depth_of_step(dtype) -> int:
+    """How many numbers of K one step sums: 128 bytes of them."""
+    return _CHUNK_BYTES // jnp.dtype(dtype).itemsize
+
 
 def swizzled(dtype) -> tuple:
     """Rows of 128 bytes in the order that the tensor cores read without bank conflicts."""
@@ -79,8 +92,9 @@ def swizzled(dtype) -> tuple:
 def two_views(shape, dtype) -> plgpu.RefUnion:
     """Shared memory [.., R, 128 bytes] as the tensor cores and registers see it, and as the TMA unit sees it.
 
-    The bytes are the same: 8 rows of 128 bytes after 8 rows of 128 bytes are R rows of 128 bytes. But Mosaic copies tiled memory
-    only from rows whose number it knows to be a multiple of 8, and groups begin at any row.
+    The bytes are the same: 8 rows of 128 bytes after 8 rows of 128 bytes are R rows of 128 bytes. But Mosaic copies to tiled
+    memory only from rows whose number it knows to be a multiple of 8, where groups begin at any row, and only where whole tiles
+    make up the axis, where K may end within one.
     """
     return plgpu.RefUnion(
         plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)),
@@ -116,7 +130,7 @@ def _scratch(config: Config, a_smem, b_smem, out_dtype, copies: int) -> dict:
     return dict(
         a_smem=a_smem,
         b_smem=b_smem,
-        out_smem=two_views((_MULTIPLIERS, 2, *chunk), out_dtype),  # two chunks on their way out for each multiplier
+        out_smem=two_views((_MULTIPLIERS, config.chunks, *chunk), out_dtype),
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
         empty=empty,
         joined=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
@@ -135,7 +149,7 @@ def _my_tiles(num_tiles):
 
 
 def _load_tiles(config: Config, num_tiles, steps_of_tile, copy, full, empty) -> None:
-    """The loader: `copy(tile, k, slot)` for each step of each tile, as slots become empty."""
+    """The loader: `copy(tile)(k, slot)` for each step k of each tile, as slots become empty."""
     plgpu.set_max_registers(_REGISTERS[0], action="decrease")
     first, stride = _block()
 
@@ -143,6 +157,7 @@ def _load_tiles(config: Config, num_tiles, steps_of_tile, copy, full, empty) -> 
         tile = first + i * stride
         ring = lax.rem(i, config.rings) if config.rings > 1 else jnp.int32(0)
         done = taken[0] if config.rings == 1 else jnp.where(ring == 0, taken[0], taken[1])
+        copy_step = copy(tile)
 
         def load(k, _):
             step = done + k
@@ -152,7 +167,7 @@ def _load_tiles(config: Config, num_tiles, steps_of_tile, copy, full, empty) -> 
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
-            copy(tile, k, slot)
+            copy_step(k, slot)
 
         steps = steps_of_tile(tile)
         lax.fori_loop(0, steps, load, None)
@@ -168,25 +183,33 @@ def _load_tiles(config: Config, num_tiles, steps_of_tile, copy, full, empty) -> 
         lax.fori_loop(jnp.maximum(done - config.stages, 0), done, wait, None)
 
 
-def _multiply_tiles(config: Config, num_tiles, steps_of_tile, multiply_tile) -> None:
-    """A multiplier: `multiply_tile(tile, steps, slot_of)` for each of its tiles; slot_of(k) is the slot of step k."""
+def _multiply_tiles(config: Config, num_tiles, steps_of_tile, look_up, multiply_tile) -> None:
+    """A multiplier: `multiply_tile(tile, found, steps, slot_of)` for each of its tiles; slot_of(k) is the slot of step k."""
     plgpu.set_max_registers(_REGISTERS[1], action="increase")
     multiplier = lax.axis_index("multiplier")
     first, stride = _block()
     ring = multiplier if config.turns else 0
 
-    def one(i, done):
-        if config.turns:
-            i = i * _MULTIPLIERS + multiplier
-        tile = first + i * stride
+    def tile_at(i):
+        return first + (i * _MULTIPLIERS + multiplier if config.turns else i) * stride
+
+    def find(i):
+        return look_up(jnp.minimum(tile_at(i), num_tiles - 1))
+
+    def one(i, carry):
+        done, found = carry
+        tile = tile_at(i)
+        # Asked for a whole tile ahead, since a multiplier that waits for memory keeps the tensor cores waiting.
+        found_next = find(i + 1)
         steps = steps_of_tile(tile)
-        multiply_tile(tile, steps, lambda k: ring * config.stages + lax.rem(done + k, jnp.int32(config.stages)))
-        return done + steps
+        slot_of = lambda k: ring * config.stages + lax.rem(done + k, jnp.int32(config.stages))  # noqa: E731
+        multiply_tile(tile, found, steps, slot_of)
+        return done + steps, found_next
 
     count = _my_tiles(num_tiles)
     if config.turns:
         count = lax.div(count - multiplier + 1, jnp.int32(_MULTIPLIERS))
-    lax.fori_loop(0, count, one, jnp.int32(0))
+    lax.fori_loop(0, count, one, (jnp.int32(0), find(0)))
 
 
 def store_tile(total, out_at, rows, first_row, first_column, chunks, leaving) -> None:
@@ -200,14 +223,14 @@ def store_tile(total, out_at, rows, first_row, first_column, chunks, leaving) ->
       chunks, leaving: the two views of shared memory.
     """
     multiplier = lax.axis_index("multiplier")
-    height, width = chunks.shape[2:]
+    num_slots, height, width = chunks.shape[1:]
     tile_rows, tile_columns = total.shape
     places = [(r, c) for r in range(0, tile_rows, height) for c in range(0, tile_columns, width)]
 
     def store(copy_chunk) -> None:
         for i, (r, c) in enumerate(places):
-            slot = i % 2
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the chunk before the last has left
+            slot = i % num_slots
+            plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)  # what this slot held has left
             chunks[multiplier, slot] = total[r : r + height, c : c + width].astype(chunks.dtype)
             plgpu.commit_smem()
             copy_chunk(leaving.at[multiplier, slot], r, first_column + c)
@@ -257,14 +280,17 @@ class Work:
     """What a kernel says about its tiles.
 
     Attributes:
-      num_tiles: of the output.
+      num_tiles: of the output, at least 1.
       steps: tile -> how many steps its sum has.
-      copy: (tile, step, slot): asks for the operands of a step.
-      multiply: (tile, steps, slot_of): sums a multiplier's part of a tile and stores it; slot_of(k) is the slot of step k.
+      look_up: tile -> integers about it that a multiplier reads from memory, a tuple.
+      copy: tile -> a function (step, slot) that asks for the operands of a step.
+      multiply: (tile, found, steps, slot_of): sums a multiplier's part of a tile and stores it. found: what `look_up` gave;
+        slot_of(k): the slot of step k.
     """
 
     num_tiles: Any
     steps: Callable
+    look_up: Callable
     copy: Callable
     multiply: Callable
 
@@ -309,6 +335,16 @@ def sum_steps(ring: Ring, shape: tuple[int, int], steps, slot_of, product, *, wh
     return total
 
 
+def skip_steps(ring: Ring, steps, slot_of) -> None:
+    """Gives all steps of a tile back unread: what `sum_steps` is for a multiplier that has no rows of it."""
+
+    def skip(s, _):
+        plgpu.barrier_wait(ring.full.at[slot_of(s)])
+        plgpu.barrier_arrive(ring.empty.at[slot_of(s)])
+
+    lax.fori_loop(0, steps, skip, None)
+
+
 def run(
     work_of, inputs, config: Config, out_type, a_smem, b_smem, *, copies: int, processors: int | None, interpret
 ) -> jax.Array:
@@ -321,7 +357,7 @@ def run(
       out_type: shape and type of the output.
       a_smem, b_smem: the slots of both operands.
       copies: of a step, each of which arrives by itself.
-      processors: thread blocks to start; None: as many as the device has processors.
+      processors: thread blocks to start, in whole clusters; None: as many as the device has processors.
       interpret: parameters of Pallas's interpreter, for a machine without a GPU.
     """
     if processors is None:
@@ -335,7 +371,7 @@ def run(
             _load_tiles(config, work.num_tiles, work.steps, work.copy, shared["full"], shared["empty"])
 
         def multiply_all():
-            _multiply_tiles(config, work.num_tiles, work.steps, work.multiply)
+            _multiply_tiles(config, work.num_tiles, work.steps, work.look_up, work.multiply)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         lax.cond(lax.axis_index("multiplier") == _MULTIPLIERS, load, multiply_all)
@@ -344,7 +380,7 @@ def run(
         body,
         out_type=out_type,
         scratch_types=_scratch(config, a_smem, b_smem, out_type.dtype, copies),
-        grid=(processors // config.cluster,),
+        grid=(max(processors // config.cluster, 1),),
         grid_names=("block",),
         cluster=(config.cluster,) if config.cluster > 1 else (),
         cluster_names=("cluster",) if config.cluster > 1 else (),

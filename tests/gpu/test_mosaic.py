@@ -18,6 +18,14 @@ CONFIGS = {
     "turns": mosaic.Config(rows=128, columns=128, stages=3, turns=True),
     "shared": mosaic.Config(cluster=2, share="a"),
 }
+FP8_CONFIGS = {
+    "together": mosaic.Config(),
+    "whole tiles on their way out": mosaic.Config(stages=3, chunks=4),
+    "shared b": mosaic.Config(stages=3, chunks=4, cluster=2, share="b"),
+    "shared b, no multicast": mosaic.Config(cluster=2, share="b", multicast=False),
+    "wide, shared a": mosaic.Config(rows=128, columns=128, cluster=2, share="a"),
+    "turns, shared b": mosaic.Config(rows=128, columns=128, stages=3, turns=True, cluster=2, share="b"),
+}
 GROUPS = {
     "all kinds": (5, 0, 70, 130, 1, 300, 63, 64, 0, 127, 33),  # and rows behind the last
     "one hot": (0, 0, 840, 0, 0, 0, 0, 0, 0, 0, 0),
@@ -109,6 +117,59 @@ def test_sum_over_rows(config):
         assert_same(got, run_triton(*args))
 
 
+@functools.cache
+def _multiply_e4m3(config, out_dtype=jnp.float32):
+    return jax.jit(functools.partial(mosaic.multiply, config=FP8_CONFIGS[config], out_dtype=out_dtype))
+
+
+def _operands_e4m3(groups=11):
+    k = K + 16  # the last step has 80 of 128
+    a, b = _random(ROWS, k, dtype=jnp.float8_e4m3fn), _random(groups, N, k, seed=1, dtype=jnp.float8_e4m3fn)
+    return a, b, *_operands(groups=groups)[2:]
+
+
+@pytest.mark.parametrize("config", FP8_CONFIGS)
+def test_e4m3_groups(config):
+    a, b, a_outer, b_outer = _operands_e4m3()
+    for kind, sizes in GROUPS.items():
+        total, end = sum(sizes), 0
+        args = (a.at[total:].set(jnp.nan), b, jnp.asarray(sizes, jnp.int32), a_outer, b_outer)
+        got = _multiply_e4m3(config)(*args)
+        assert_same(got, _triton()(*args))
+        assert_same(got[total:], jnp.zeros((ROWS - total, N), jnp.float32))
+        if config == "together":
+            assert_same(_multiply_e4m3(config, jnp.bfloat16)(*args), _triton(out_dtype=jnp.bfloat16)(*args))
+        for e, size in enumerate(sizes):
+            rows, end = slice(end, end + size), end + size
+            x, w, outer = _float64(a)[rows], _float64(b[e]).T, _float64(a_outer)[rows, None] * float(b_outer[e])
+            assert np.all(np.abs(got[rows] - x @ w * outer) <= 2**-11 * (np.abs(x) @ np.abs(w)) * outer), kind
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 127, 130, 880])
+def test_e4m3_dense_rows_do_not_depend_on_their_number(rows):
+    a, b, _, _ = _operands_e4m3(groups=1)
+    many = _multiply_e4m3("together")(a, b)
+    assert_same(_multiply_e4m3("together")(a[:rows], b), many[:rows])
+    assert_same(_multiply_e4m3("shared b")(a[:rows], b), many[:rows])
+    if rows == ROWS:
+        assert_same(_triton()(a, b, None, None, None), many)
+        for config in FP8_CONFIGS:
+            assert_same(_multiply_e4m3(config)(a, b), many)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_e4m3_by_name(gathered):
+    from pallas_kernels.grouped_matmul import grouped_matmul
+    from pallas_kernels.nvfp4 import ExpandedArray
+
+    a, b, a_outer, b_outer = _operands_e4m3()
+    x, w = ExpandedArray(a, a_outer), ExpandedArray(b, b_outer)
+    sizes = jnp.asarray(GROUPS["all kinds"], jnp.int32)
+    rows = jnp.arange(ROWS, dtype=jnp.int32) // 2 if gathered else None
+    run = jax.jit(lambda x, w, rows, name: grouped_matmul(x, w, sizes, rows=rows, implementation=name), static_argnums=3)
+    assert_same(run(x, w, rows, "mosaic"), run(x, w, rows, "triton"))
+
+
 def test_forty_runs_one_result():
     # Enough rows and depth that every slot of the ring is used again and again, and blocks have several tiles.
     rows, n, k, groups = 16384, 1536, 768, 64
@@ -120,8 +181,13 @@ def test_forty_runs_one_result():
         lambda: _multiply("turns", out_dtype=jnp.bfloat16)(a, b, sizes),
         lambda: jax.jit(mosaic.multiply_transposed)(g, a, sizes),
     ]
+    a8, b8 = (each.astype(jnp.float8_e4m3fn) for each in (a, b))
+    for config in ("together", "shared b", "turns, shared b"):
+        runs.append(lambda config=config: _multiply_e4m3(config, jnp.bfloat16)(a8, b8, sizes))
     first = [run() for run in runs]
     assert_same(first[0], first[1])
+    assert_same(first[3], first[4])
+    assert_same(first[3], first[5])
     for _ in range(39):
         for run, want in zip(runs, first, strict=True):
             assert bool(jnp.array_equal(run(), want))

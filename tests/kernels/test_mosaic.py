@@ -1,5 +1,7 @@
 """The Pallas matmuls for Hopper: their arithmetic, indexing and barriers in Pallas's GPU interpreter on the host."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,32 @@ def test_groups(config, transposed):
     assert np.all(got[sum(SIZES) :] == 0)
 
 
+# The interpreter takes a load for several blocks as one of each for itself.
+FP8_CONFIGS = {
+    "one group, above one another": mosaic.Config(columns=64, stages=2, cluster=2, share="b"),
+    "rows above one another": mosaic.Config(columns=64, stages=2, cluster=2, share="b"),
+    "columns side by side": mosaic.Config(rows=128, columns=64, stages=2, chunks=4, cluster=2, share="a"),
+    "in turns, above one another": mosaic.Config(columns=128, stages=2, turns=True, cluster=2, share="b"),
+}
+
+
+@pytest.mark.parametrize("name", FP8_CONFIGS)
+def test_e4m3_in_clusters_with_an_end_of_k(name):
+    k, n = 144, 192  # a step of 128 and 16 more; three tiles of columns
+    sizes = (ROWS,) if name.startswith("one group") else SIZES
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((ROWS, k), (len(sizes), n, k)))
+    a_outer, b_outer = (2.0 ** rng.integers(-2, 3, count).astype(np.float32) for count in (ROWS, len(sizes)))
+    want = np.zeros((ROWS, n), np.float32)
+    for e, rows in enumerate(_groups(sizes)):
+        want[rows] = a[rows] @ b[e].T * a_outer[rows, None] * b_outer[e]
+    a[sum(sizes) :] = np.nan
+    group_sizes = None if len(sizes) == 1 else jnp.asarray(sizes)
+    run = jax.jit(lambda *args: mosaic.multiply(*args, out_dtype=jnp.float32, config=FP8_CONFIGS[name], **HOST))
+    got = run(*(jnp.asarray(each, jnp.float8_e4m3fn) for each in (a, b)), group_sizes, a_outer, b_outer)
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
 def test_sum_over_rows():
     n, k = 64, 128
     g, x = (_random(ROWS, width, seed=width).at[sum(SIZES) :].set(jnp.nan) for width in (n, k))
@@ -92,5 +120,10 @@ def test_what_is_not_built_is_refused():
         mosaic.multiply(_random(8, 96), _random(1, 64, 96))
     with pytest.raises(NotImplementedError, match="float32 x bfloat16"):
         mosaic.multiply(_random(8, 64, dtype=jnp.float32), _random(1, 64, 64))
-    with pytest.raises(NotImplementedError, match="share"):
-        mosaic.multiply(_random(8, 64), _random(2, 64, 64), jnp.ones(2, jnp.int32), config=mosaic.Config(cluster=2))
+    e4m3 = functools.partial(_random, dtype=jnp.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="K of 16"):
+        mosaic.multiply(e4m3(8, 72), e4m3(1, 64, 72))
+    with pytest.raises(NotImplementedError, match="forward"):
+        mosaic.multiply(e4m3(8, 64), e4m3(1, 64, 64), transposed=True)
+    with pytest.raises(NotImplementedError, match="forward"):
+        mosaic.multiply_transposed(e4m3(8, 64), e4m3(8, 64))
