@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_matmul.mosaic_ring import (
+    MULTIPLIERS,
     Config,
     Work,
     depth_of_step,
@@ -29,21 +30,21 @@ from pallas_kernels.grouped_matmul.mosaic_ring import (
     views,
 )
 
-TOGETHER = Config()
+DEFAULT = Config()
 _ROWS_OF_STEP = 64  # summed in one step of a sum over rows
 
 # --- rows times matrices -------------------------------------------------------------------------------------------------------
 
 
-def row_tiles(group_sizes: jax.Array, num_rows: int, rows: int, parts: int) -> tuple[jax.Array, ...]:
-    """Cuts groups of rows into tiles of `parts` x `rows` rows. Rows behind the last group are one more group.
+def row_tiles(group_sizes: jax.Array, num_rows: int, rows: int) -> tuple[jax.Array, ...]:
+    """Cuts groups of rows into tiles of a part of `rows` rows for each multiplier. Rows behind the last group are one more group.
 
     Returns:
-      (group [T], start [T * parts], length [T * parts], [number of tiles, of those of a group]), int32. A part's length is
+      (group [T], start [2 T], length [2 T], [number of tiles, of those of a group]), int32. A part's length is
       `rows` (the last part of a group is moved up to end with it), 0 where the group has ended, or the group's size where that
       is less than `rows`.
     """
-    tile_rows = parts * rows
+    tile_rows = MULTIPLIERS * rows
     num_groups = group_sizes.shape[0] + 1
     capacity = num_rows // tile_rows + min(num_groups, num_rows)
     sizes_E = group_sizes.astype(jnp.int32)
@@ -58,7 +59,7 @@ def row_tiles(group_sizes: jax.Array, num_rows: int, rows: int, parts: int) -> t
     group_T = jnp.minimum(group_T, num_groups - 1)
     size_T, end_T = sizes_E[group_T], ends_E[group_T]
     first_T = end_T - size_T + (tile_T - (tile_ends_E - tiles_E)[group_T]) * tile_rows
-    part_TP = first_T[:, None] + rows * jnp.arange(parts, dtype=jnp.int32)[None, :]
+    part_TP = first_T[:, None] + rows * jnp.arange(MULTIPLIERS, dtype=jnp.int32)[None, :]
     size_TP, end_TP = (jnp.broadcast_to(each[:, None], part_TP.shape) for each in (size_T, end_T))
     start_TP = jnp.where(size_TP >= rows, jnp.minimum(part_TP, end_TP - rows), part_TP)
     length_TP = jnp.where(part_TP < end_TP, jnp.minimum(size_TP, rows), 0)
@@ -86,7 +87,7 @@ def _check(a, b, n: int, k: int, out_dtype, *, rows_in_order: bool) -> None:
 
 
 def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jnp.bfloat16, transposed: bool = False,
-             config: Config = TOGETHER, processors: int | None = None, interpret=None):  # fmt: skip
+             config: Config = DEFAULT, processors: int | None = None, interpret=None):  # fmt: skip
     """out[i] = a[i] @ b[group of i].T, times a_outer[i], times b_outer[group of i]; rows behind the last group are zeros.
 
     Args:
@@ -112,18 +113,16 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
         a = jnp.pad(a, ((0, padded - m), (0, 0)))
         a_outer = None if a_outer is None else jnp.pad(a_outer, (0, padded - m))
 
-    rows, columns, parts, block_k = config.rows, config.columns, config.parts, depth_of_step(a.dtype)
+    rows, columns, block_k = config.rows, config.columns, depth_of_step(a.dtype)
     num_n, num_steps = pl.cdiv(n, columns), pl.cdiv(k, block_k)
-    share_a, share_b = config.shares("a"), config.shares("b")
-    blocks_above = config.cluster if share_b else 1  # blocks of a cluster that have tiles one above the other
     inputs = [a, b]
     if a_outer is not None:
         # Parts that are not stored still look their scales up.
-        inputs.append(jnp.pad(a_outer.astype(jnp.float32), (0, blocks_above * config.tile_rows)))
+        inputs.append(jnp.pad(a_outer.astype(jnp.float32), (0, config.tile_rows)))
     if b_outer is not None:
         inputs.append(jnp.pad(b_outer.reshape(-1).astype(jnp.float32), (0, 1)))
     if grouped:
-        inputs += row_tiles(group_sizes, padded, rows, parts * blocks_above)
+        inputs += row_tiles(group_sizes, padded, rows)
     names = ["a", "b"] + ["a_outer"] * (a_outer is not None) + ["b_outer"] * (b_outer is not None)
     names += ["group", "start", "length", "count"] * grouped
 
@@ -131,28 +130,19 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
         a_smem, a_landing = views(ring.a_smem, interpret)
         b_smem, b_landing = (ring.b_smem, ring.b_smem) if transposed else views(ring.b_smem, interpret)
         gmem = dict(zip(names, refs, strict=True))
-        neighbour = lax.axis_index("cluster") if config.cluster > 1 else 0
-
-        # A cluster chooses tiles as one: `blocks_above` tiles of rows, or of columns as many as there are blocks.
-        num_pairs_n = pl.cdiv(num_n, config.cluster) if share_a else num_n
         if grouped:
-            num_pairs_m, num_multiplied = gmem["count"][0], gmem["count"][1]
+            num_m, num_multiplied = gmem["count"][0], gmem["count"][1]
         else:
-            num_pairs_m = pl.cdiv(pl.cdiv(padded, config.tile_rows), blocks_above)
-        num_tiles = jnp.int32(num_pairs_m * num_pairs_n)
+            num_m = pl.cdiv(padded, config.tile_rows)
+        num_tiles = jnp.int32(num_m * num_n)
 
         def place(tile):
-            """(tile of rows of the cluster, first column) of a tile's number."""
+            """(tile of rows, first column) of a tile's number."""
             if grouped:
-                i, j = lax.div(tile, jnp.int32(num_pairs_n)), lax.rem(tile, jnp.int32(num_pairs_n))
+                i, j = lax.div(tile, jnp.int32(num_n)), lax.rem(tile, jnp.int32(num_n))
             else:
-                i, j = plgpu.planar_snake(tile, (num_pairs_m, num_pairs_n), 0, config.width)
-            if share_a:
-                j = j * config.cluster + neighbour
+                i, j = plgpu.planar_snake(tile, (num_m, num_n), 0, config.width)
             return i, j * columns
-
-        def part_number(i, part):
-            return (i * blocks_above + neighbour if share_b else i) * parts + part
 
         def group_of(i):
             return gmem["group"][i] if grouped else jnp.int32(0)
@@ -160,8 +150,8 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
         def first_row(i, part):
             """Of one multiplier's part of a tile of rows."""
             if grouped:
-                return gmem["start"][part_number(i, part)]
-            return jnp.minimum(part_number(i, part) * rows, padded - rows)
+                return gmem["start"][i * MULTIPLIERS + part]
+            return jnp.minimum((i * MULTIPLIERS + part) * rows, padded - rows)
 
         def steps_of_tile(tile):
             if not grouped:
@@ -169,35 +159,29 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
             return jnp.where(place(tile)[0] < num_multiplied, jnp.int32(num_steps), 0)
 
         def look_up(tile):
-            part = 0 if config.turns else lax.axis_index("multiplier")
+            part = lax.axis_index("multiplier")
             i, _ = place(tile)
             if not grouped:
                 return (first_row(i, part),)
-            return first_row(i, part), gmem["length"][part_number(i, part)], group_of(i)
-
-        def axes(shared):
-            return "cluster" if shared and config.multicast else None
+            return first_row(i, part), gmem["length"][i * MULTIPLIERS + part], group_of(i)
 
         def copy(tile):
             i, column = place(tile)
-            group, firsts = group_of(i), [first_row(i, part) for part in range(parts)]
+            group, firsts = group_of(i), [first_row(i, part) for part in range(MULTIPLIERS)]
 
             def copy_step(step, slot):
                 depth = pl.ds(step * block_k, block_k)
                 for part, first in enumerate(firsts):
                     plgpu.copy_gmem_to_smem(
-                        gmem["a"].at[pl.ds(first, rows), depth], a_landing.at[slot, part], ring.full.at[slot],
-                        collective_axes=axes(share_a),
-                    )  # fmt: skip
+                        gmem["a"].at[pl.ds(first, rows), depth], a_landing.at[slot, part], ring.full.at[slot]
+                    )
                 place_b = (depth, pl.ds(column, columns)) if transposed else (pl.ds(column, columns), depth)
-                plgpu.copy_gmem_to_smem(
-                    gmem["b"].at[(group, *place_b)], b_landing.at[slot], ring.full.at[slot], collective_axes=axes(share_b)
-                )
+                plgpu.copy_gmem_to_smem(gmem["b"].at[(group, *place_b)], b_landing.at[slot], ring.full.at[slot])
 
             return copy_step
 
         def multiply_tile(tile, found, steps, slot_of):
-            part = 0 if config.turns else lax.axis_index("multiplier")
+            part = lax.axis_index("multiplier")
             _, column = place(tile)
             start, length, group = found if grouped else (*found, None, jnp.int32(0))
 
@@ -231,14 +215,13 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
 
         return Work(num_tiles, steps_of_tile, look_up, copy, multiply_tile)
 
-    slots = config.rings * config.stages
-    a_smem = two_views((slots, parts, rows, block_k), a.dtype)
+    a_smem = two_views((config.stages, MULTIPLIERS, rows, block_k), a.dtype)
     if transposed:
-        b_smem = plgpu.SMEM((slots, block_k, columns), b.dtype, transforms=swizzled(b.dtype))
+        b_smem = plgpu.SMEM((config.stages, block_k, columns), b.dtype, transforms=swizzled(b.dtype))
     else:
-        b_smem = two_views((slots, columns, block_k), b.dtype)
+        b_smem = two_views((config.stages, columns, block_k), b.dtype)
     out_type = jax.ShapeDtypeStruct((padded, n), out_dtype)
-    options = dict(copies=parts + 1, processors=processors, interpret=interpret)
+    options = dict(copies=MULTIPLIERS + 1, processors=processors, interpret=interpret)
     return run(work, inputs, config, out_type, a_smem, b_smem, **options)[:m]
 
 
@@ -246,7 +229,7 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
 
 
 def multiply_transposed(
-    g, x, group_sizes=None, *, config: Config = TOGETHER, processors: int | None = None, interpret=None
+    g, x, group_sizes=None, *, config: Config = DEFAULT, processors: int | None = None, interpret=None
 ):  # fmt: skip
     """out[e] = g[rows of e].T @ x[rows of e] in float32; an empty group gives zeros.
 
@@ -254,7 +237,7 @@ def multiply_transposed(
       g: [M, N] bfloat16, rows sorted by group.
       x: [M, K] bfloat16.
       group_sizes: [E] integers, sum at most M; None: one group of all rows.
-      config, processors, interpret: see `multiply`; no clusters.
+      config, processors, interpret: see `multiply`.
 
     Returns:
       [E, N, K] float32.
@@ -265,10 +248,8 @@ def multiply_transposed(
     m, n = g.shape
     k = x.shape[1]
     _check(g, x, n, k, jnp.float32, rows_in_order=False)
-    if config.cluster > 1:
-        raise NotImplementedError(f"mosaic sum over rows: {config}: blocks share no operand")
-    if config.columns % (64 * config.parts):
-        raise ValueError(f"mosaic sum over rows: columns must be a multiple of {64 * config.parts}, got {config.columns}")
+    if config.columns % (64 * MULTIPLIERS):
+        raise ValueError(f"mosaic sum over rows: columns must be a multiple of {64 * MULTIPLIERS}, got {config.columns}")
     if group_sizes is None:
         group_sizes = jnp.full((1,), m, jnp.int32)
     num_groups = group_sizes.shape[0]
@@ -278,7 +259,7 @@ def multiply_transposed(
     if m < _ROWS_OF_STEP:
         g, x = (jnp.pad(each, ((0, _ROWS_OF_STEP - m), (0, 0))) for each in (g, x))
 
-    rows, columns, parts = config.rows, config.columns, config.parts
+    rows, columns = config.rows, config.columns
     num_n, num_k = pl.cdiv(n, config.tile_rows), pl.cdiv(k, columns)
 
     def work(refs, out, ring):
@@ -325,7 +306,7 @@ def multiply_transposed(
 
         def multiply_tile(tile, found, steps, slot_of):
             del found
-            part = jnp.int32(0) if config.turns else lax.axis_index("multiplier")
+            part = lax.axis_index("multiplier")
             group, row, column = place(tile)
             last = ends[group] - starts[group] - (steps - 1) * _ROWS_OF_STEP  # rows in the last step
             whole = jnp.where((last == _ROWS_OF_STEP) | (steps == 0), steps, steps - 1)
@@ -335,11 +316,10 @@ def multiply_transposed(
 
             def clear_both(slot):
                 clear(a_smem, slot, part * rows, rows, last)
-                clear(b_smem, slot, part * (columns // parts), columns // parts, last)
+                clear(b_smem, slot, part * (columns // MULTIPLIERS), columns // MULTIPLIERS, last)
                 plgpu.commit_smem()
-                if parts > 1:
-                    plgpu.barrier_arrive(ring.joined)
-                    plgpu.barrier_wait(ring.joined)
+                plgpu.barrier_arrive(ring.joined)
+                plgpu.barrier_wait(ring.joined)
 
             total = sum_steps(ring, (rows, columns), steps, slot_of, product, whole=whole, prepare=clear_both)
 
@@ -350,8 +330,7 @@ def multiply_transposed(
 
         return Work(num_tiles, steps_of_tile, lambda tile: (), copy, multiply_tile)
 
-    slots = config.rings * config.stages
-    a_smem, b_smem = (two_views_of_tiles((slots, _ROWS_OF_STEP, width), g.dtype) for width in (config.tile_rows, columns))
+    a_smem, b_smem = (two_views_of_tiles((config.stages, _ROWS_OF_STEP, width), g.dtype) for width in (config.tile_rows, columns))
     out_type = jax.ShapeDtypeStruct((num_groups, n, k), jnp.float32)
     if not interpret:
         g, x = (each.reshape(each.shape[0], -1, 64) for each in (g, x))

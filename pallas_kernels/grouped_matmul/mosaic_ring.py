@@ -2,12 +2,9 @@
 
 A thread block holds two warpgroups that multiply and one that does nothing but ask the TMA unit for the next tiles of both
 operands. They meet at a ring of `stages` slots in shared memory: a slot is loaded ("full"), multiplied, and given back ("empty").
-The loader runs ahead into the next tile of the output while the multipliers still store the last one. As many blocks as there
-are processors go through all tiles of the output; which tile is whose is arithmetic on the tile's number.
-
-*Together* (the default): both multipliers work on one tile, each on its own rows, and share the other operand.
-*In turns* (`Config.turns`): each has a tile and a ring of its own. The loader fills the rings tile after tile, so that one
-multiplier stores while the other has the tensor cores: for sums so short that storing takes as long as multiplying.
+Both multipliers work on one tile of the output, each on its own rows, and share the other operand. The loader runs ahead into
+the next tile while they still store the last one. As many blocks as there are processors go through all tiles; which tile is
+whose is arithmetic on the tile's number.
 
 A kernel (`mosaic.py`) says what its tiles are (`Work`); `run` does the rest.
 """
@@ -26,7 +23,7 @@ from jax import lax
 _CHUNK_BYTES = 128  # of a row, loaded in a step or stored by one copy: the width of the swizzle
 _CHUNK_ROWS = 64
 _HOPPER_PROCESSORS = 132
-_MULTIPLIERS = 2  # warpgroups
+MULTIPLIERS = 2  # warpgroups that share a tile
 _REGISTERS = (40, 232)  # of a loader's and of a multiplier's thread
 # Pallas can put a barrier of the warpgroup around every access to shared memory. Here threads meet where it is said: at the
 # ring's barriers, in `commit_smem`, and in `wait_smem_to_gmem`.
@@ -40,42 +37,21 @@ class Config:
     Attributes:
       rows: rows of the output tile of one warpgroup, 64 or 128.
       columns: columns of the output tile, up to 256.
-      stages: slots of a ring.
-      turns: each multiplier has tiles and a ring of its own.
-      cluster: 2: two blocks load an operand together that both need; 1: each loads its own.
-      share: what the blocks of a cluster share: "a" (tiles side by side) or "b" (tiles one above the other, of one group).
+      stages: slots of the ring.
       width: this many tiles of rows go through all columns together, so that what is read again is in the cache.
       chunks: parts of a result, 64 rows x 128 bytes, that may be on their way out of a multiplier; where all of a tile's are, it
         does not wait for them.
-      multicast: the blocks of a cluster load what they share once. False: each loads all of it, to see what that costs.
     """
 
     rows: int = 64
     columns: int = 256
     stages: int = 4
-    turns: bool = False
-    cluster: int = 1
-    share: str = "b"
     width: int = 8
     chunks: int = 2
-    multicast: bool = True
-
-    @property
-    def parts(self) -> int:
-        """Multipliers that share a tile."""
-        return 1 if self.turns else _MULTIPLIERS
-
-    @property
-    def rings(self) -> int:
-        return _MULTIPLIERS if self.turns else 1
 
     @property
     def tile_rows(self) -> int:
-        return self.rows * self.parts
-
-    def shares(self, operand: str) -> bool:
-        """Whether the blocks of a cluster need the same tile of this operand, "a" or "b"."""
-        return self.cluster > 1 and self.share == operand
+        return self.rows * MULTIPLIERS
 
 
 def depth_of_step(dtype) -> int:
@@ -119,26 +95,19 @@ def views(union, interpret) -> tuple:
 
 
 def _scratch(config: Config, a_smem, b_smem, out_dtype, copies: int) -> dict:
-    slots = config.rings * config.stages
     chunk = (_CHUNK_ROWS, _CHUNK_BYTES // jnp.dtype(out_dtype).itemsize)
-    # A slot comes back from every multiplier that reads it, in every block that it was sent to.
-    readers = config.parts
-    if config.cluster > 1:
-        empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=readers, num_barriers=slots)
-    else:
-        empty = plgpu.Barrier(num_arrivals=readers, num_barriers=slots)
     return dict(
         a_smem=a_smem,
         b_smem=b_smem,
-        out_smem=two_views((_MULTIPLIERS, config.chunks, *chunk), out_dtype),
-        full=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
-        empty=empty,
-        joined=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
+        out_smem=two_views((MULTIPLIERS, config.chunks, *chunk), out_dtype),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+        empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=config.stages),
+        joined=plgpu.Barrier(num_arrivals=MULTIPLIERS),
     )
 
 
 def _block() -> tuple[jax.Array, int]:
-    """This block's place among those that choose tiles (a cluster chooses as one), and how many there are."""
+    """This block's number, and how many there are."""
     return lax.axis_index("block"), lax.axis_size("block")
 
 
@@ -153,15 +122,13 @@ def _load_tiles(config: Config, num_tiles, steps_of_tile, copy, full, empty) -> 
     plgpu.set_max_registers(_REGISTERS[0], action="decrease")
     first, stride = _block()
 
-    def load_tile(i, taken):
+    def load_tile(i, done):
         tile = first + i * stride
-        ring = lax.rem(i, config.rings) if config.rings > 1 else jnp.int32(0)
-        done = taken[0] if config.rings == 1 else jnp.where(ring == 0, taken[0], taken[1])
         copy_step = copy(tile)
 
         def load(k, _):
             step = done + k
-            slot = ring * config.stages + lax.rem(step, jnp.int32(config.stages))
+            slot = lax.rem(step, jnp.int32(config.stages))
 
             @pl.when(step >= config.stages)
             def _():
@@ -171,45 +138,30 @@ def _load_tiles(config: Config, num_tiles, steps_of_tile, copy, full, empty) -> 
 
         steps = steps_of_tile(tile)
         lax.fori_loop(0, steps, load, None)
-        return tuple(each + jnp.where(ring == r, steps, 0) for r, each in enumerate(taken))
+        return done + steps
 
-    taken = lax.fori_loop(0, _my_tiles(num_tiles), load_tile, (jnp.int32(0),) * config.rings)
-    # Every slot comes back before the block ends, from neighbours too.
-    for ring, done in enumerate(taken):
-
-        def wait(step, _, ring=ring):
-            plgpu.barrier_wait(empty.at[ring * config.stages + lax.rem(step, jnp.int32(config.stages))])
-
-        lax.fori_loop(jnp.maximum(done - config.stages, 0), done, wait, None)
+    lax.fori_loop(0, _my_tiles(num_tiles), load_tile, jnp.int32(0))
 
 
 def _multiply_tiles(config: Config, num_tiles, steps_of_tile, look_up, multiply_tile) -> None:
     """A multiplier: `multiply_tile(tile, found, steps, slot_of)` for each of its tiles; slot_of(k) is the slot of step k."""
     plgpu.set_max_registers(_REGISTERS[1], action="increase")
-    multiplier = lax.axis_index("multiplier")
     first, stride = _block()
-    ring = multiplier if config.turns else 0
-
-    def tile_at(i):
-        return first + (i * _MULTIPLIERS + multiplier if config.turns else i) * stride
 
     def find(i):
-        return look_up(jnp.minimum(tile_at(i), num_tiles - 1))
+        return look_up(jnp.minimum(first + i * stride, num_tiles - 1))
 
     def one(i, carry):
         done, found = carry
-        tile = tile_at(i)
+        tile = first + i * stride
         # Asked for a whole tile ahead, since a multiplier that waits for memory keeps the tensor cores waiting.
         found_next = find(i + 1)
         steps = steps_of_tile(tile)
-        slot_of = lambda k: ring * config.stages + lax.rem(done + k, jnp.int32(config.stages))  # noqa: E731
+        slot_of = lambda k: lax.rem(done + k, jnp.int32(config.stages))  # noqa: E731
         multiply_tile(tile, found, steps, slot_of)
         return done + steps, found_next
 
-    count = _my_tiles(num_tiles)
-    if config.turns:
-        count = lax.div(count - multiplier + 1, jnp.int32(_MULTIPLIERS))
-    lax.fori_loop(0, count, one, (jnp.int32(0), find(0)))
+    lax.fori_loop(0, _my_tiles(num_tiles), one, (jnp.int32(0), find(0)))
 
 
 def store_tile(total, out_at, rows, first_row, first_column, chunks, leaving) -> None:
@@ -357,7 +309,7 @@ def run(
       out_type: shape and type of the output.
       a_smem, b_smem: the slots of both operands.
       copies: of a step, each of which arrives by itself.
-      processors: thread blocks to start, in whole clusters; None: as many as the device has processors.
+      processors: thread blocks to start; None: as many as the device has processors.
       interpret: parameters of Pallas's interpreter, for a machine without a GPU.
     """
     if processors is None:
@@ -374,17 +326,15 @@ def run(
             _multiply_tiles(config, work.num_tiles, work.steps, work.look_up, work.multiply)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        lax.cond(lax.axis_index("multiplier") == _MULTIPLIERS, load, multiply_all)
+        lax.cond(lax.axis_index("multiplier") == MULTIPLIERS, load, multiply_all)
 
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=_scratch(config, a_smem, b_smem, out_type.dtype, copies),
-        grid=(max(processors // config.cluster, 1),),
+        grid=(processors,),
         grid_names=("block",),
-        cluster=(config.cluster,) if config.cluster > 1 else (),
-        cluster_names=("cluster",) if config.cluster > 1 else (),
-        num_threads=_MULTIPLIERS + 1,
+        num_threads=MULTIPLIERS + 1,
         thread_name="multiplier",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, unsafe_no_auto_barriers=not AUTOMATIC_BARRIERS
