@@ -40,7 +40,8 @@ def grouped_matmul(
     reference.check_groups(w, group_sizes)
     packed = operands.packed_product(x, w, x.shape[0] if rows is None else rows.shape[0]) is not None
     dtype = operands.product_dtype(x, w)
-    chosen = operands.resolve_matmul("grouped_matmul", implementation, dtype, *w.shape[1:], packed=packed)
+    how = dict(forward=True, packed=packed, gathered=rows is not None)
+    chosen = operands.resolve_matmul("grouped_matmul", implementation, dtype, *w.shape[1:], **how)
     if chosen != "reference":
         from pallas_kernels.grouped_matmul import triton
 

@@ -172,9 +172,7 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
             def copy_step(step, slot):
                 depth = pl.ds(step * block_k, block_k)
                 for part, first in enumerate(firsts):
-                    plgpu.copy_gmem_to_smem(
-                        gmem["a"].at[pl.ds(first, rows), depth], a_landing.at[slot, part], ring.full.at[slot]
-                    )
+                    plgpu.copy_gmem_to_smem(gmem["a"].at[pl.ds(first, rows), depth], a_landing.at[slot, part], ring.full.at[slot])
                 place_b = (depth, pl.ds(column, columns)) if transposed else (pl.ds(column, columns), depth)
                 plgpu.copy_gmem_to_smem(gmem["b"].at[(group, *place_b)], b_landing.at[slot], ring.full.at[slot])
 

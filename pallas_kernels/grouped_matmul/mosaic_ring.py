@@ -140,7 +140,13 @@ def _load_tiles(config: Config, num_tiles, steps_of_tile, copy, full, empty) -> 
         lax.fori_loop(0, steps, load, None)
         return done + steps
 
-    lax.fori_loop(0, _my_tiles(num_tiles), load_tile, jnp.int32(0))
+    done = lax.fori_loop(0, _my_tiles(num_tiles), load_tile, jnp.int32(0))
+
+    # Every slot comes back before the block ends: the interpreter takes a barrier that nobody saw pass as an error.
+    def wait(step, _):
+        plgpu.barrier_wait(empty.at[lax.rem(step, jnp.int32(config.stages))])
+
+    lax.fori_loop(jnp.maximum(done - config.stages, 0), done, wait, None)
 
 
 def _multiply_tiles(config: Config, num_tiles, steps_of_tile, look_up, multiply_tile) -> None:

@@ -30,7 +30,8 @@ def matmul(
     """
     operands.check_contraction("matmul", x, w)
     packed = operands.packed_product(x, w, x.shape[0]) is not None
-    chosen = operands.resolve_matmul("matmul", implementation, operands.product_dtype(x, w), *w.shape, packed=packed)
+    dtype = operands.product_dtype(x, w)
+    chosen = operands.resolve_matmul("matmul", implementation, dtype, *w.shape, forward=True, packed=packed)
     if chosen != "reference":
         from pallas_kernels.matmul import triton
 

@@ -8,23 +8,15 @@ import numpy as np
 import pytest
 from equal_bits import assert_same
 
-from pallas_kernels.grouped_matmul import mosaic
+from pallas_kernels import gpu, nvfp4
+from pallas_kernels.grouped_matmul import grouped_matmul, mosaic
 
 pytestmark = pytest.mark.gpu
 
 CONFIGS = {
-    "together": mosaic.Config(),
+    "default": mosaic.Config(),
     "wide": mosaic.Config(rows=128, columns=128),
-    "turns": mosaic.Config(rows=128, columns=128, stages=3, turns=True),
-    "shared": mosaic.Config(cluster=2, share="a"),
-}
-FP8_CONFIGS = {
-    "together": mosaic.Config(),
-    "whole tiles on their way out": mosaic.Config(stages=3, chunks=4),
-    "shared b": mosaic.Config(stages=3, chunks=4, cluster=2, share="b"),
-    "shared b, no multicast": mosaic.Config(cluster=2, share="b", multicast=False),
-    "wide, shared a": mosaic.Config(rows=128, columns=128, cluster=2, share="a"),
-    "turns, shared b": mosaic.Config(rows=128, columns=128, stages=3, turns=True, cluster=2, share="b"),
+    "four chunks": mosaic.Config(stages=3, chunks=4),
 }
 GROUPS = {
     "all kinds": (5, 0, 70, 130, 1, 300, 63, 64, 0, 127, 33),  # and rows behind the last
@@ -68,7 +60,7 @@ def _operands(transposed=False, groups=11):
     return a, b, a_outer, b_outer
 
 
-@pytest.mark.parametrize("config, transposed", [*((config, False) for config in CONFIGS), ("together", True)])
+@pytest.mark.parametrize("config, transposed", [*((config, False) for config in CONFIGS), ("default", True)])
 def test_groups(config, transposed):
     a, b, a_outer, b_outer = _operands(transposed)
     for kind, sizes in GROUPS.items():
@@ -89,17 +81,15 @@ def test_groups(config, transposed):
 @pytest.mark.parametrize("rows", [1, 7, 64, 127, 130, 880])
 def test_dense_rows_do_not_depend_on_their_number(rows):
     a, b, _, _ = _operands(groups=1)
-    many = _multiply("together", out_dtype=jnp.bfloat16)(a, b)
-    assert_same(_multiply("together", out_dtype=jnp.bfloat16)(a[:rows], b), many[:rows])
+    many = _multiply("default", out_dtype=jnp.bfloat16)(a, b)
+    assert_same(_multiply("default", out_dtype=jnp.bfloat16)(a[:rows], b), many[:rows])
     if rows == ROWS:
         assert_same(_triton(out_dtype=jnp.bfloat16)(a, b, None, None, None), many)
         for config in CONFIGS:
             assert_same(_multiply(config, out_dtype=jnp.bfloat16)(a, b), many)
-        shared = jax.jit(functools.partial(mosaic.multiply, config=mosaic.Config(cluster=2, share="b")))
-        assert_same(shared(a, b), many)
 
 
-@pytest.mark.parametrize("config", ["together", "wide", "turns"])
+@pytest.mark.parametrize("config", ["default", "wide"])
 def test_sum_over_rows(config):
     from pallas_kernels.grouped_matmul import triton
 
@@ -119,7 +109,7 @@ def test_sum_over_rows(config):
 
 @functools.cache
 def _multiply_e4m3(config, out_dtype=jnp.float32):
-    return jax.jit(functools.partial(mosaic.multiply, config=FP8_CONFIGS[config], out_dtype=out_dtype))
+    return jax.jit(functools.partial(mosaic.multiply, config=CONFIGS[config], out_dtype=out_dtype))
 
 
 def _operands_e4m3(groups=11):
@@ -128,7 +118,7 @@ def _operands_e4m3(groups=11):
     return a, b, *_operands(groups=groups)[2:]
 
 
-@pytest.mark.parametrize("config", FP8_CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_e4m3_groups(config):
     a, b, a_outer, b_outer = _operands_e4m3()
     for kind, sizes in GROUPS.items():
@@ -137,7 +127,7 @@ def test_e4m3_groups(config):
         got = _multiply_e4m3(config)(*args)
         assert_same(got, _triton()(*args))
         assert_same(got[total:], jnp.zeros((ROWS - total, N), jnp.float32))
-        if config == "together":
+        if config == "default":
             assert_same(_multiply_e4m3(config, jnp.bfloat16)(*args), _triton(out_dtype=jnp.bfloat16)(*args))
         for e, size in enumerate(sizes):
             rows, end = slice(end, end + size), end + size
@@ -149,27 +139,41 @@ def test_e4m3_groups(config):
 @pytest.mark.parametrize("rows", [1, 7, 64, 127, 130, 880])
 def test_e4m3_dense_rows_do_not_depend_on_their_number(rows):
     a, b, _, _ = _operands_e4m3(groups=1)
-    many = _multiply_e4m3("together")(a, b)
-    assert_same(_multiply_e4m3("together")(a[:rows], b), many[:rows])
+    many = _multiply_e4m3("default")(a, b)
+    assert_same(_multiply_e4m3("default")(a[:rows], b), many[:rows])
     if rows in (1, 130):
-        assert_same(_multiply_e4m3("shared b")(a[:rows], b), many[:rows])
+        assert_same(_multiply_e4m3("wide")(a[:rows], b), many[:rows])
     if rows == ROWS:
         assert_same(_triton()(a, b, None, None, None), many)
-        for config in FP8_CONFIGS:
+        for config in CONFIGS:
             assert_same(_multiply_e4m3(config)(a, b), many)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_e4m3_by_name(gathered):
-    from pallas_kernels.grouped_matmul import grouped_matmul
-    from pallas_kernels.nvfp4 import ExpandedArray
-
-    a, b, a_outer, b_outer = _operands_e4m3()
-    x, w = ExpandedArray(a, a_outer), ExpandedArray(b, b_outer)
-    sizes = jnp.asarray(GROUPS["all kinds"], jnp.int32)
-    rows = jnp.arange(ROWS, dtype=jnp.int32) // 2 if gathered else None
+    x, w, sizes, rows = _grouped_e4m3(gathered)
     run = jax.jit(lambda x, w, rows, name: grouped_matmul(x, w, sizes, rows=rows, implementation=name), static_argnums=3)
     assert_same(run(x, w, rows, "mosaic"), run(x, w, rows, "triton"))
+
+
+def _grouped_e4m3(gathered):
+    a, b, a_outer, b_outer = _operands_e4m3()
+    rows = jnp.arange(ROWS, dtype=jnp.int32) // 2 if gathered else None
+    return nvfp4.ExpandedArray(a, a_outer), nvfp4.ExpandedArray(b, b_outer), jnp.asarray(GROUPS["all kinds"], jnp.int32), rows
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.skipif(not gpu.on_hopper(), reason="Mosaic is a default on Hopper")
+def test_what_e4m3_runs_unnamed(gathered):
+    x, w, sizes, rows = _grouped_e4m3(gathered)
+    grouped = str(jax.make_jaxpr(lambda x, w: grouped_matmul(x, w, sizes, rows=rows))(x, w))
+    assert ("triton" in grouped, "mosaic_gpu" in grouped) == (gathered, not gathered)
+
+
+@pytest.mark.parametrize("n, k", [(64, 16), (192, 80), (64, 144)])
+def test_e4m3_narrower_than_a_tile(n, k):
+    a, b = _random(130, k, dtype=jnp.float8_e4m3fn), _random(1, n, k, seed=1, dtype=jnp.float8_e4m3fn)
+    assert_same(_multiply_e4m3("default")(a, b), _triton()(a, b, None, None, None))
 
 
 def test_forty_runs_one_result():
@@ -179,12 +183,12 @@ def test_forty_runs_one_result():
     g = _random(rows, n, seed=2)
     sizes = jnp.asarray(np.random.default_rng(4).multinomial(rows - 100, np.full(groups, 1 / groups)), jnp.int32)
     runs = [
-        lambda: _multiply("together", out_dtype=jnp.bfloat16)(a, b, sizes),
-        lambda: _multiply("turns", out_dtype=jnp.bfloat16)(a, b, sizes),
+        lambda: _multiply("default", out_dtype=jnp.bfloat16)(a, b, sizes),
+        lambda: _multiply("wide", out_dtype=jnp.bfloat16)(a, b, sizes),
         lambda: jax.jit(mosaic.multiply_transposed)(g, a, sizes),
     ]
     a8, b8 = (each.astype(jnp.float8_e4m3fn) for each in (a, b))
-    for config in ("together", "shared b", "turns, shared b"):
+    for config in CONFIGS:
         runs.append(lambda config=config: _multiply_e4m3(config, jnp.bfloat16)(a8, b8, sizes))
     first = [run() for run in runs]
     assert_same(first[0], first[1])
