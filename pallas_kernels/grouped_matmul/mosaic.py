@@ -116,11 +116,11 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
     rows, columns, block_k = config.rows, config.columns, depth_of_step(a.dtype)
     num_n, num_steps = pl.cdiv(n, columns), pl.cdiv(k, block_k)
     inputs = [a, b]
+    # In groups, parts that are not stored and rows behind the last group still look their scales up.
     if a_outer is not None:
-        # Parts that are not stored still look their scales up.
-        inputs.append(jnp.pad(a_outer.astype(jnp.float32), (0, config.tile_rows)))
+        inputs.append(jnp.pad(a_outer.astype(jnp.float32), (0, config.tile_rows if grouped else 0)))
     if b_outer is not None:
-        inputs.append(jnp.pad(b_outer.reshape(-1).astype(jnp.float32), (0, 1)))
+        inputs.append(jnp.pad(b_outer.reshape(-1).astype(jnp.float32), (0, 1 if grouped else 0)))
     if grouped:
         inputs += row_tiles(group_sizes, padded, rows)
     names = ["a", "b"] + ["a_outer"] * (a_outer is not None) + ["b_outer"] * (b_outer is not None)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from equal_bits import assert_same
 
-from pallas_kernels import gpu, nvfp4
+from pallas_kernels import nvfp4
 from pallas_kernels.grouped_matmul import grouped_matmul, mosaic
 
 pytestmark = pytest.mark.gpu
@@ -151,23 +151,12 @@ def test_e4m3_dense_rows_do_not_depend_on_their_number(rows):
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_e4m3_by_name(gathered):
-    x, w, sizes, rows = _grouped_e4m3(gathered)
+    a, b, a_outer, b_outer = _operands_e4m3()
+    x, w = nvfp4.ExpandedArray(a, a_outer), nvfp4.ExpandedArray(b, b_outer)
+    sizes = jnp.asarray(GROUPS["all kinds"], jnp.int32)
+    rows = jnp.arange(ROWS, dtype=jnp.int32) // 2 if gathered else None
     run = jax.jit(lambda x, w, rows, name: grouped_matmul(x, w, sizes, rows=rows, implementation=name), static_argnums=3)
     assert_same(run(x, w, rows, "mosaic"), run(x, w, rows, "triton"))
-
-
-def _grouped_e4m3(gathered):
-    a, b, a_outer, b_outer = _operands_e4m3()
-    rows = jnp.arange(ROWS, dtype=jnp.int32) // 2 if gathered else None
-    return nvfp4.ExpandedArray(a, a_outer), nvfp4.ExpandedArray(b, b_outer), jnp.asarray(GROUPS["all kinds"], jnp.int32), rows
-
-
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.skipif(not gpu.on_hopper(), reason="Mosaic is a default on Hopper")
-def test_what_e4m3_runs_unnamed(gathered):
-    x, w, sizes, rows = _grouped_e4m3(gathered)
-    grouped = str(jax.make_jaxpr(lambda x, w: grouped_matmul(x, w, sizes, rows=rows))(x, w))
-    assert ("triton" in grouped, "mosaic_gpu" in grouped) == (gathered, not gathered)
 
 
 @pytest.mark.parametrize("n, k", [(64, 16), (192, 80), (64, 144)])

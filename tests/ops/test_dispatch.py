@@ -87,3 +87,41 @@ def test_which_products_read_packed_weights(monkeypatch):
     assert [operands.packed_product(x, stack, rows) for rows in (256, 257)] == ["fp8", None]
     monkeypatch.setattr(gpu, "multiplies_codes", lambda: True)
     assert operands.packed_product(x, w, 10_000) == "native" and operands.packed_product(expanded, w, 65) is None
+
+
+def test_which_products_hopper_gives_to_mosaic(monkeypatch):
+    asked = []
+
+    def resolve(op, implementation, available=(), *, gpu_default="triton"):
+        if "mosaic" in available:
+            asked.append(gpu_default)
+        return "reference"
+
+    monkeypatch.setattr(dispatch, "resolve", resolve)
+    monkeypatch.setattr(gpu, "on_hopper", lambda: True)
+    monkeypatch.setattr(gpu, "multiplies_codes", lambda: False)
+
+    def call_all(rows, n, k, dtype):
+        x, w, g = jnp.ones((rows, k), dtype or jnp.bfloat16), jnp.ones((n, k), dtype or jnp.bfloat16), jnp.ones((rows, n))
+        if dtype is None:
+            x = nvfp4.quantize(x, nvfp4.ScaleRule.fp8_exact(outer="row"))
+            w = nvfp4.quantize(w, nvfp4.ScaleRule.fp8_exact(outer="matrix"))
+        sizes, stack = jnp.asarray([rows], jnp.int32), jax.tree.map(lambda leaf: leaf[None], w)
+        forward = matmul(x, w), grouped_matmul(x, stack, sizes), grouped_matmul(x, stack, sizes, rows=jnp.arange(rows))
+        dgrad = matmul_dgrad(g, w), grouped_matmul_dgrad(g, stack, sizes)
+        return forward, dgrad, matmul_wgrad(x, g), grouped_matmul_wgrad(x, g, sizes)
+
+    def chosen(rows, n, k, dtype=None):
+        """m(osaic) or t(riton) for dense, grouped, grouped with rows by number, both dgrads, both wgrads."""
+        asked.clear()
+        jax.eval_shape(lambda: call_all(rows, n, k, dtype))
+        return "".join(each[0] for each in asked)
+
+    assert chosen(65, 64, 64) == "mmt" + "mmmm"
+    assert chosen(64, 64, 64) == "ttt" + "mmmm"  # packed weights
+    assert chosen(65, 64, 16) == "mmt" + "tttt"  # bfloat16 wants K in multiples of 64
+    assert chosen(65, 96, 64) == "ttt" + "tttt"
+    assert chosen(65, 64, 64, jnp.bfloat16) == "mmm" + "mmmm"
+    assert chosen(65, 64, 64, jnp.float32) == "ttt" + "tttt"
+    operands.resolve_matmul("a gradient", None, jnp.float8_e4m3fn, 64, 64)
+    assert asked[-1] == "triton"
