@@ -9,6 +9,8 @@ of groups cheap: the last tile of a group that has enough rows moves up until it
 twice, to the same bits. Only groups smaller than a warpgroup's rows need stores of their own: eights, 4, 2, 1 rows.
 """
 
+import functools
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -86,6 +88,8 @@ def _check(a, b, n: int, k: int, out_dtype, *, rows_in_order: bool) -> None:
         )
 
 
+# Functions of their own for JAX: traced and lowered once, however many layers call them.
+@functools.partial(jax.jit, static_argnames=("out_dtype", "transposed", "config", "processors", "interpret"))
 def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jnp.bfloat16, transposed: bool = False,
              config: Config = DEFAULT, processors: int | None = None, interpret=None):  # fmt: skip
     """out[i] = a[i] @ b[group of i].T, times a_outer[i], times b_outer[group of i]; rows behind the last group are zeros.
@@ -226,6 +230,7 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
 # --- sums over rows ------------------------------------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnames=("config", "processors", "interpret"))
 def multiply_transposed(
     g, x, group_sizes=None, *, config: Config = DEFAULT, processors: int | None = None, interpret=None
 ):  # fmt: skip
