@@ -15,6 +15,7 @@ from experiments.console import Console, Interrupt
 from experiments.evaluation import evaluate
 from minite_jax import checkpoint
 from minite_jax.checkpoint.config import differing_fields, to_plain
+from minite_jax.diagnostics import EXACT, THRESHOLDS, gap_warnings, token_gap
 from minite_jax.errors import UserError
 from minite_jax.files import replaced
 from minite_jax.learner import TrainState, init_state
@@ -81,6 +82,7 @@ class Run:
         elif config.init_from:
             self._start_from_warmup(Path(config.init_from))
         self._evaluation: tuple[int, dict] = (-1, {})  # the step it was made at
+        self._warned: set[str] = set()  # metrics
 
     def _first_state(self) -> RunState:
         params = init_params(self.setup.model, self.key)
@@ -213,7 +215,25 @@ class Run:
                 names.SAMPLER_SPEED: sampled / sampling_seconds,
                 names.LEARNER_SPEED: sampled / seconds,
             }
+            self._warn_of_a_gap(metrics, batch)
             self._finish_step("rl", metrics, last=int(self.state.phase_step) == config.steps)
+
+    def _warn_of_a_gap(self, metrics: dict, batch) -> None:
+        """Once a run for each metric out of its bounds, with the token of the largest gap."""
+        thresholds = (EXACT if self.setup.engine == "aligned" else ()) + THRESHOLDS
+        found = {name: text for name, text in gap_warnings(metrics, thresholds).items() if name not in self._warned}
+        self._warned |= found.keys()
+        for text in found.values():
+            self.console.note(f"warning: step {self.step - 1}: {text}")
+        if found:
+            row, column = int(metrics[names.GAP_WORST_ROW]), int(metrics[names.GAP_WORST_COLUMN])
+            sampled = float(batch.sampler_log_probs[row, column])
+            # Column t of the log-probs belongs to token t + 1.
+            tokens = np.asarray(batch.tokens)[:, 1:]
+            worst = token_gap(
+                row, column, metrics[names.GAP_WORST_LOG_PROB], sampled, tokens, decode=self.setup.task.tokenizer.decode
+            )
+            self.console.note(f"         the largest gap: {worst}")
 
     def _update(self, update, batch) -> tuple[float, dict]:
         """One update. Returns its seconds and its metrics as Python numbers."""

@@ -1,7 +1,22 @@
 """Comparing engines: how large the gap is, and where it comes from."""
 
 from minite_jax.diagnostics.certify import Certificate, certify, order_dependence
-from minite_jax.diagnostics.gap import gap_metrics
+from minite_jax.diagnostics.gap import EXACT, THRESHOLDS, Threshold, TokenGap, gap_metrics, gap_warnings, token_gap, worst_tokens
 from minite_jax.diagnostics.record import MatmulOperands, matmul_names, record_matmuls
 
-__all__ = ["Certificate", "MatmulOperands", "certify", "gap_metrics", "matmul_names", "order_dependence", "record_matmuls"]
+__all__ = [
+    "EXACT",
+    "THRESHOLDS",
+    "Certificate",
+    "MatmulOperands",
+    "Threshold",
+    "TokenGap",
+    "certify",
+    "gap_metrics",
+    "gap_warnings",
+    "matmul_names",
+    "order_dependence",
+    "record_matmuls",
+    "token_gap",
+    "worst_tokens",
+]

@@ -1,4 +1,5 @@
-"""The keys of `metrics.jsonl` and their meaning, which stays. Other keys may stand beside these."""
+"""The keys of `metrics.jsonl` and their meaning, which stays. Other keys may stand beside these: the gap under the names of other
+frameworks, see `minite_jax.diagnostics.gap`."""
 
 STEP = "step"
 PHASE = "phase"
@@ -6,6 +7,9 @@ REWARD_MEAN = "reward/mean"
 GAP_MEAN = "train_rollout_logprob_abs_diff/mean"
 GAP_MAX = "train_rollout_logprob_abs_diff/max"
 GAP_EXACT_FRACTION = "train_rollout_logprob_abs_diff/exact_fraction"
+GAP_WORST_ROW = "train_rollout_logprob_abs_diff/worst_row"
+GAP_WORST_COLUMN = "train_rollout_logprob_abs_diff/worst_column"
+GAP_WORST_LOG_PROB = "train_rollout_logprob_abs_diff/worst_log_prob"
 TOKENS_COMPARED = "tokens_compared"
 GEN_KL_ERROR = "gen_kl_error"
 ENTROPY = "entropy"
@@ -23,6 +27,9 @@ MEANINGS: dict[str, str] = {
     GAP_MEAN: "mean over compared tokens of |log-prob in the update - log-prob when sampled|, nats, raw",
     GAP_MAX: "largest such difference of the step, nats",
     GAP_EXACT_FRACTION: "share of compared tokens whose two log-probs have equal bits",
+    GAP_WORST_ROW: "row of the batch where that difference is largest",
+    GAP_WORST_COLUMN: "its column among the log-probs; the token's own column is the next one",
+    GAP_WORST_LOG_PROB: "its log-prob in the update, nats",
     TOKENS_COMPARED: "number of sampled tokens that the gap is taken over: the sum of the loss mask",
     GEN_KL_ERROR: "mean of e^D - D - 1 with D = log-prob in the update - log-prob when sampled, nats",
     ENTROPY: "mean entropy of the policy at the sampled positions, nats",
