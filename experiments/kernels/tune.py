@@ -121,8 +121,9 @@ def tune(
                 report(f"  passed over: {reason(error)}")
                 failed.add((op, name))
                 continue
-            # The default too is an entry: without it a neighbour's configuration would hold here.
-            table.setdefault(op, {}).setdefault(kind, {})[name] = best
+            # Where the default stays, the entry is empty: without one a neighbour's configuration would hold here, and with the
+            # default spelled out it would hold for neighbours, whose own defaults may be others.
+            table.setdefault(op, {}).setdefault(kind, {})[name] = {} if best == default else best
             write(table, path)
             report(f"  {time.perf_counter() - start:.0f} s")
     return table

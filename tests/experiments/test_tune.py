@@ -128,6 +128,19 @@ def test_the_table(case, tmp_path):
     assert tune.tune([case], None, path, lines.append) == table  # nothing is left to measure
 
 
+def test_a_default_that_stays_is_an_empty_entry(case, tmp_path):
+    """So that it keeps a neighbour's configuration away and is nobody else's."""
+
+    class Equal(Known):
+        def time(self, repeats):
+            return Timing(1.0, 0.0, repeats, 1)
+
+    table = tune.tune([case], Equal, tmp_path / "tuning.json", [].append)
+    kind = jax.devices()[0].device_kind
+    assert table == {"scale": {kind: {"8x16x1": {}}}}
+    assert tune.tune([case], None, tmp_path / "tuning.json", [].append) == table
+
+
 def test_a_kernel_whose_default_fails_is_passed_over(case, tmp_path):
     class Failing(Known):
         def compile(self):
