@@ -22,24 +22,40 @@ def _processed(logits_RV, truncation, kept_RV):
 
 
 def kept_tokens(logits_MV, truncation):
-    vocab_size = logits_MV.shape[-1]
+    """Row by row, and no row that is not there: sorting a vocabulary takes tens of milliseconds, so a tile that is filled up with
+    zeros would cost a token seconds.
+    """
+    num_rows = logits_MV.shape[0]
+    trips = max(2, num_rows)  # a loop of one trip is no loop: see `pallas_kernels.rows`
+    rows_TV = jnp.pad(logits_MV, [(0, trips - num_rows), (0, 0)])
 
-    def body(logits_RV):
-        logits_RV = _processed(logits_RV, truncation, None)
-        order_RV = jnp.argsort(-logits_RV, axis=-1, stable=True)
-        sorted_RV = jnp.take_along_axis(logits_RV, order_RV, axis=-1)
-        rank_V = jnp.arange(vocab_size)
-        keep_RV = jnp.broadcast_to((rank_V < truncation.top_k if truncation.top_k > 0 else rank_V >= 0)[None, :], sorted_RV.shape)
-        if truncation.top_p < 1.0:
-            exp_RV = jnp.where(keep_RV, jnp.exp(sorted_RV - sorted_RV[:, :1]), 0.0)
-            before_RV = jnp.cumsum(exp_RV, axis=-1) - exp_RV
-            # Kept while what lies before does not reach top_p: the first token always is.
-            keep_RV &= (before_RV < truncation.top_p * ordered_sum(exp_RV)[:, None]) | (rank_V == 0)[None, :]
-        rank_RV = jnp.argsort(order_RV, axis=-1)
-        # NaN sorts last and would be cut; kept, it makes the row's log-probs NaN.
-        return jnp.take_along_axis(keep_RV, rank_RV, axis=-1) | jnp.isnan(logits_RV)
+    def body(trip):
+        logits_V, is_there = trip
+        none_V = jnp.zeros(logits_V.shape, bool)
+        return lax.cond(is_there, lambda: _kept_of_row(logits_V, truncation), lambda: none_V)
 
-    return map_row_tiles(body, logits_MV)
+    return lax.map(body, (rows_TV, jnp.arange(trips) < num_rows))[:num_rows]
+
+
+def _kept_of_row(logits_V, truncation):
+    vocab_size = logits_V.shape[0]
+    logits_V = _processed(logits_V, truncation, None)
+    if 0 < truncation.top_k < vocab_size:
+        # The head of the order, equals by their index; NaN is the last.
+        number_V = jnp.where(jnp.isnan(logits_V), -jnp.inf, jnp.where(logits_V == 0.0, 0.0, logits_V))
+        head, order = lax.top_k(number_V, truncation.top_k)
+    else:
+        rising, order = lax.sort((-logits_V, jnp.arange(vocab_size)), num_keys=1, is_stable=True)
+        head = -rising
+    keep = jnp.ones(head.shape, bool)
+    if truncation.top_p < 1.0:
+        # Padded, so that sums do not depend on how the head was found.
+        exp_V = jnp.pad(jnp.exp(head - head[:1]), (0, vocab_size - head.shape[0]))
+        before = (jnp.cumsum(exp_V) - exp_V)[: head.shape[0]]
+        # Kept while what lies before does not reach top_p: the first token always is.
+        keep = (before < truncation.top_p * ordered_sum(exp_V[None, :])[0]) | (jnp.arange(head.shape[0]) == 0)
+    # NaN sorts last and would be cut; kept, it makes the row's log-probs NaN.
+    return jnp.zeros((vocab_size,), bool).at[order].set(keep, unique_indices=True) | jnp.isnan(logits_V)
 
 
 def log_prob_of_logits(logits_MV, tokens_M, truncation, kept_MV):

@@ -176,6 +176,24 @@ def test_rows(check_rows, truncation):
     check_rows(lambda rows: token_log_prob(rows[0], jnp.asarray(head), rows[1], truncation), (hidden, tokens))
 
 
+def test_kept_tokens_by_a_full_sort():
+    """Top-k alone does not sort: the same tokens as a sort of the whole vocabulary keeps, with equals, zeros of both signs,
+    infinities and NaN."""
+    rng = np.random.default_rng(7)
+    logits = rng.standard_normal((12, _V)).astype(np.float32)
+    logits[0], logits[1], logits[2, 3] = 0.0, np.round(logits[1]), np.nan
+    logits[3, ::2], logits[4, 5], logits[5] = -np.inf, np.inf, np.nan
+    logits[6] = np.where(rng.random(_V) < 0.5, 0.0, -0.0)
+    logits[7, 1:] = -np.inf
+    for top_k in (1, 7):
+        order = np.argsort(-logits, axis=1, kind="stable")
+        wanted = np.zeros(logits.shape, bool)
+        np.put_along_axis(wanted, order[:, :top_k], True, axis=1)
+        np.testing.assert_array_equal(_kept(logits, Truncation(top_k=top_k)), wanted | np.isnan(logits))
+    alone = np.concatenate([_kept(logits[i : i + 1], Truncation(top_p=0.7)) for i in range(12)])
+    np.testing.assert_array_equal(alone, _kept(logits, Truncation(top_p=0.7)))
+
+
 @pytest.mark.slow
 def test_rows_of_sampling(check_rows):
     logits = np.random.default_rng(4).standard_normal((130, _V)).astype(np.float32)
