@@ -113,8 +113,8 @@ def _layer(config, recipe, i, weights, x_BTD, positions_BT, mask_BTS, cached, sl
     batch, length, width = x_BTD.shape
 
     def activation_of(kind):
-        quantized = recipe.format_of(kind, i, config.num_hidden_layers).quantized
-        return lambda x_MK: _fake_quantize(x_MK, x_MK.dtype) if quantized else x_MK
+        rule = recipe.format_of(kind, i, config.num_hidden_layers).activation
+        return lambda x_MK: x_MK if rule is None else _fake_quantize(x_MK, x_MK.dtype)
 
     activation = activation_of(ATTENTION)
     x_MD = _rms_norm(x_BTD, weights["attention_norm"], eps).reshape(-1, width)

@@ -43,7 +43,9 @@ def activation(format: MatmulFormat, x: Activation | Float[Array, "M K"]) -> Act
     """Plain rows rounded to a format; an `Activation` stays as it is."""
     if isinstance(x, Activation):
         return x
-    return Activation(x, nvfp4.quantize_operand(jax.lax.stop_gradient(x), format.activation) if format.quantized else None)
+    if format.activation is None:
+        return Activation(x)
+    return Activation(x, nvfp4.quantize_operand(jax.lax.stop_gradient(x), format.activation))
 
 
 def normed(
@@ -69,7 +71,7 @@ def normed(
     Returns:
       The residual stream ``x + y``, and its norm.
     """
-    if not format.quantized:
+    if format.activation is None:
         sum_MD, normed_MD = add_rms_norm(x, y, weight, eps=eps)
         return sum_MD, Activation(normed_MD)
     sum_MD, carrier_MD, quantized = _normed(format.activation, eps, keep, y is not None, x, y, weight)
@@ -105,7 +107,7 @@ def gated(format: MatmulFormat, gate_up: Float[Array, "M F2"]) -> Activation:
       format: of the matmul.
       gate_up: [M, 2 F], the gate's features first.
     """
-    if not format.quantized:
+    if format.activation is None:
         return Activation(silu_mul(gate_up))
     return Activation(_gate_carrier(gate_up), silu_mul_quantize(jax.lax.stop_gradient(gate_up), format.activation))
 

@@ -18,14 +18,22 @@ class MatmulFormat:
 
     Attributes:
       activation: scale rule of the activations, None for plain values.
-      weight: scale rule of the weights, None for plain values. Both or neither.
+      weight: scale rule of the weights, None for plain values.
+
+    Raises:
+      ValueError: activations are quantised and weights are not, which no matmul here multiplies.
     """
 
     activation: ScaleRule | None = None
     weight: ScaleRule | None = None
 
+    def __post_init__(self):
+        if self.activation is not None and self.weight is None:
+            raise ValueError("a format with quantised activations needs quantised weights: give weight a scale rule")
+
     @property
     def quantized(self) -> bool:
+        """Whether anything is quantised: the weights, and perhaps the activations."""
         return self.weight is not None
 
 
@@ -88,6 +96,13 @@ _FOUR_OVER_SIX = _nvfp4(
 )
 _NAIVE = _nvfp4(ScaleRule.te(outer="matrix"), ScaleRule.te(outer="matrix"))
 
+
+
+def _weights_only(format: MatmulFormat) -> MatmulFormat:
+    """The same weights; activations stay in the recipe's type."""
+    return dataclasses.replace(format, activation=None)
+
+
 _RECIPES = (
     Recipe("fp32", "nothing quantised, float32 throughout", dtype="float32"),
     Recipe("bf16", "nothing quantised, bfloat16"),
@@ -112,6 +127,12 @@ _RECIPES = (
         quantized=_NAIVE,
         matmuls=KINDS,
     ),
+    # W4A16. What the weights' rule alone costs, and how most 4-bit models are served.
+    Recipe("nvfp4_a16", "the weights of nvfp4, bfloat16 activations", quantized=_weights_only(_FP8_EXACT), matmuls=KINDS),
+    Recipe(
+        "nvfp4_46_a16", "the weights of nvfp4_46, bfloat16 activations", quantized=_weights_only(_FOUR_OVER_SIX), matmuls=KINDS
+    ),
+    Recipe("nvfp4_te_a16", "the weights of nvfp4_te, bfloat16 activations", quantized=_weights_only(_NAIVE), matmuls=KINDS),
 )
 RECIPES: dict[str, Recipe] = {each.name: each for each in _RECIPES}
 
