@@ -65,6 +65,20 @@ def out_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
     return flags.DEFINE_string("out", None, "File or folder to write in place of the script's usual one.", flag_values)
 
 
+@functools.cache
+def checkpoint_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--checkpoint`, the model that a script reads; a second call gives the same flag."""
+    return flags.DEFINE_string(
+        "checkpoint", None, "Workdir of a run; in some scripts also a Hugging Face model's folder or a GGUF file.", flag_values
+    )
+
+
+@functools.cache
+def results_dir_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--results_dir`, where result files go; a second call gives the same flag. None: the script's own place."""
+    return flags.DEFINE_string("results_dir", None, "Folder of the result files.", flag_values)
+
+
 def run(
     main: Callable[[list[str]], Any],
     config: str | None = None,

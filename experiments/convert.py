@@ -1,20 +1,24 @@
-"""Converts checkpoints: Hugging Face folders (safetensors) <-> orbax, and folders into folders of another layout.
+"""Converts checkpoints: Hugging Face folders (safetensors) <-> orbax, folders into folders of another layout, GGUF into either.
 
     python -m experiments.convert --source=Qwen3-30B-A3B --target=runs/start              # folder -> orbax, float32 masters
     python -m experiments.convert --source=runs/x --target=out --like=Qwen3-30B-A3B       # a run's newest checkpoint -> folder
+    python -m experiments.convert --source=model.gguf --target=out --dtype=float32        # GGUF -> folder, with its tokenizer
     python -m experiments.convert --source=Qwen3-30B-A3B --dry_run                        # what is in it, and what it becomes
 
-The source says by itself what it is: a folder with config.json, or one with checkpoints/, of a training run or of this script.
+The source says by itself what it is: a folder with config.json, one with checkpoints/, of a training run or of this script, or a
+GGUF file.
 With --like a folder has the files of that one, byte for byte where no number changed (`mt.save_huggingface`). Nothing is written
 over. What is read and written goes through a piece at a time; parameters are held once, in float32 (a folder into a folder: in
 the type of --dtype).
 """
 
 import dataclasses
+import functools
 import os
 import re
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -27,11 +31,13 @@ from experiments import cli
 from minite_jax import checkpoint
 from minite_jax.checkpoint import huggingface
 from minite_jax.checkpoint.config import to_plain
+from minite_jax.checkpoint.gguf import is_gguf, open_gguf
 from minite_jax.errors import UserError
+from minite_jax.files import replaced
 from minite_jax.model.params import abstract_params
 from minite_jax.optional import require
 
-_SOURCE = flags.DEFINE_string("source", None, "Folder to read: a Hugging Face model, a run, or what this script wrote.")
+_SOURCE = flags.DEFINE_string("source", None, "What to read: a Hugging Face folder, a run, or a GGUF file.")
 _TARGET = flags.DEFINE_string("target", None, "Folder to write. It must not hold anything.")
 _TO = flags.DEFINE_enum("to", None, ("hf", "orbax"), "What to write; by default the other kind than the source.")
 _LIKE = flags.DEFINE_string("like", None, "Hugging Face folder whose layout and other files the target has.")
@@ -48,11 +54,13 @@ class Source:
     """A checkpoint that was looked into.
 
     Attributes:
-      kind: "hf" or "orbax".
+      kind: "hf", "orbax" or "gguf".
       config: shape of the model.
       rows: of the table: tensor, type, shape, leaf.
       nbytes: of its tensors.
       read: reads the parameters in a type.
+      extra: keys of a folder's config.json beside those of `config`.
+      texts: gives files that a folder has beside the model, by name: its tokenizer.
     """
 
     kind: str
@@ -60,18 +68,22 @@ class Source:
     rows: list[tuple[str, str, tuple[int, ...], str]]
     nbytes: int
     read: object
+    extra: dict | None = None
+    texts: Callable[[], dict[str, str]] = dict
 
 
 def open_source(path: Path, step: int | None) -> Source:
-    """Looks into a checkpoint of either kind; reads no weights.
+    """Looks into a checkpoint of any kind; reads no weights.
 
     Raises:
       UserError: there is none.
     """
+    if is_gguf(path):
+        return _open_gguf(path)
     if (path / "checkpoints").is_dir():
         return _open_orbax(path, step)
     if not (path / "config.json").is_file():
-        raise UserError(f"--source={path} has neither config.json nor checkpoints/: give a model's folder or a run's")
+        raise UserError(f"--source={path} has neither config.json nor checkpoints/: give a model's folder or file, or a run's")
     folder = huggingface.open_folder(path)
     rows = [(each.tensor, folder.tensors[each.tensor].dtype, each.shape, each.leaf) for each in folder.placements]
 
@@ -80,6 +92,20 @@ def open_source(path: Path, step: int | None) -> Source:
             return mt.load_huggingface(path, dtype=dtype, progress=bar.update)[1]
 
     return Source("hf", folder.config, rows, folder.nbytes, read)
+
+
+def _open_gguf(path: Path) -> Source:
+    from minite_jax.text.gguf import tokenizer_files
+
+    opened = open_gguf(path)
+    rows = [(each.tensor, opened.tensors[each.tensor].dtype, each.shape, each.leaf) for each in opened.placements]
+    extra = {} if opened.context_length is None else {"max_position_embeddings": opened.context_length}
+
+    def read(dtype):
+        with _bar("reading", opened.nbytes) as bar:
+            return mt.load_gguf(path, dtype=dtype, progress=bar.update)[1]
+
+    return Source("gguf", opened.config, rows, opened.nbytes, read, extra, functools.partial(tokenizer_files, path))
 
 
 def _open_orbax(path: Path, step: int | None) -> Source:
@@ -124,10 +150,11 @@ def table(source: Source) -> list[str]:
 def convert(source: Source, target: Path, to: str) -> None:
     """Reads the source and writes the target."""
     like = None if _LIKE.value is None else Path(_LIKE.value)
+    texts = source.texts() if to == "hf" and like is None else {}
     start = time.perf_counter()
     through = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}.get(_DTYPE.value, jnp.float32)
     # A folder's layout may hold any type; without one, what is written need not be held wider than it is.
-    params = source.read(through if source.kind == to == "hf" and like is None else jnp.float32)
+    params = source.read(through if source.kind != "orbax" and to == "hf" and like is None else jnp.float32)
     params = jax.block_until_ready(params)
     read_seconds = time.perf_counter() - start
     size = sum(np.dtype(leaf.dtype).itemsize * leaf.size for leaf in jax.tree.leaves(params))
@@ -143,8 +170,12 @@ def convert(source: Source, target: Path, to: str) -> None:
         )  # fmt: skip
         with _bar("writing", int(total)) as bar:
             mt.save_huggingface(
-                target, params, source.config, like=like, dtype=_DTYPE.value, fused_experts=_FUSED.value, progress=bar.update
-            )
+                target, params, source.config, like=like, dtype=_DTYPE.value, fused_experts=_FUSED.value, extra=source.extra,
+                progress=bar.update,
+            )  # fmt: skip
+        for name, text in texts.items():
+            with replaced(target / name) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
     seconds = time.perf_counter() - start
     written = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     print(f"wrote    {written:,} bytes in {seconds:.1f} s, {written / seconds / 1e9:.2f} GB/s, to {target}")

@@ -29,9 +29,9 @@ from minite_jax.metrics.results import write_results
 from pallas_kernels import nvfp4
 
 _CONFIG = cli.config_flag()
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Workdir of the finished run whose weights are looked at.")
+_CHECKPOINT = cli.checkpoint_flag()  # the workdir of a finished run
 _PROMPTS = flags.DEFINE_integer("prompts", 16, "Held-out problems; each is answered config.sampler.samples times.")
-_RESULTS = flags.DEFINE_string("results_dir", "docs/benchmarks", "Folder for the two result files.")
+_RESULTS = cli.results_dir_flag()
 _IMAGE = flags.DEFINE_string("image", "docs/images/exact_sums.png", "The picture to write.")
 
 RECIPES = ("nvfp4", "nvfp4_46", "nvfp4_te", "bf16")
@@ -146,7 +146,7 @@ def draw(path: Path, model_bits: dict, synthetic_bits: dict) -> None:
 
 def main(argv):
     del argv
-    config, folder, results = _CONFIG.value, Path(_CHECKPOINT.value), Path(_RESULTS.value)
+    config, folder, results = _CONFIG.value, Path(_CHECKPOINT.value), Path(_RESULTS.value or "docs/benchmarks")
     setup, params = load_run(config, folder)
     policy = mt.prepare(params, setup.model, setup.recipe)
     tokens_BT, sampled = held_out_tokens(setup, policy, params, _PROMPTS.value, config.seed)

@@ -2,9 +2,11 @@
 
     python -m experiments.sample --checkpoint=runs/quickstart --prompt='26455?'
     python -m experiments.sample --checkpoint=models/Qwen3-0.6B --chat --nothinking --prompt='What is 2+2?' --temperature=0
+    python -m experiments.sample --checkpoint=model.gguf --chat --prompt='What is 2+2?' --temperature=0
 
-The checkpoint is the workdir of a run, or a folder in Hugging Face's layout. What flags do not say is as the run sampled, or as
-the folder's generation_config.json says; the recipe is the run's, or bf16. The text goes to stdout, everything else to stderr.
+The checkpoint is the workdir of a run, a folder in Hugging Face's layout, or a GGUF file. What flags do not say is as the run
+sampled, or as the folder's generation_config.json says; the recipe is the run's, or bf16. The text goes to stdout, everything
+else to stderr.
 With `--log_probs` there is a line for each token instead: its log-prob in nats (nine digits: every bit of the float32), its id,
 and the text that is whole with it, as JSON. The same flags and seed give the same bits on the same machine.
 """
@@ -23,12 +25,13 @@ from absl import flags
 
 import minite_jax as mt
 from experiments import cli
+from experiments.model_files import open_model
 from experiments.training import stored_run
+from minite_jax.checkpoint.gguf import is_gguf
 from minite_jax.errors import UserError
 from minite_jax.text import TextStream, TextTokenizer, Tokenizer
-from minite_jax.text.tokenizer import read_json
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Workdir of a run, or folder of a model in Hugging Face's layout.")
+_CHECKPOINT = cli.checkpoint_flag()
 _PROMPT = flags.DEFINE_string("prompt", None, "What the model is given.")
 _CHAT = flags.DEFINE_bool("chat", False, "Whether the prompt is what a user says, put into the model's chat template.")
 _SYSTEM = flags.DEFINE_string("system", None, "With --chat: a message of the system before the prompt.")
@@ -71,12 +74,16 @@ def open_checkpoint(folder: Path, recipe: str | None = None) -> Source:
     Raises:
       UserError: there is none, or it does not fit together.
     """
+    if is_gguf(folder):
+        return _open_model(folder, recipe)
+    if folder.is_file():
+        raise UserError(f"--checkpoint={folder} is no GGUF file; give one, or the workdir of a run or the folder of a model")
     if not folder.is_dir():
         raise UserError(f"--checkpoint={folder}: there is no such folder; give the workdir of a run or the folder of a model")
     if (folder / "checkpoints").is_dir():
         return _open_run(folder, recipe)
     if (folder / "config.json").is_file():
-        return _open_huggingface(folder, recipe)
+        return _open_model(folder, recipe)
     raise UserError(
         f"--checkpoint={folder} has neither checkpoints/, as the workdir of a run has, nor config.json, as a model's folder has"
     )
@@ -97,37 +104,22 @@ def _open_run(folder: Path, recipe: str | None) -> Source:
     )
 
 
-def _open_huggingface(folder: Path, recipe: str | None) -> Source:
-    tokenizer, chosen = Tokenizer.from_folder(folder), mt.recipe(recipe or "bf16")
+def _open_model(path: Path, recipe: str | None) -> Source:
+    model, chosen = open_model(path), mt.recipe(recipe or "bf16")
 
     def load():
-        _note(f"reading {folder}")
-        config, params = mt.load_huggingface(folder)
-        if tokenizer.vocab_size > config.vocab_size:
-            counts = f"{tokenizer.vocab_size} tokens and its model {config.vocab_size}"
-            raise UserError(f"the tokenizer in {folder} has {counts}: copy the files of one model there")
+        _note(f"reading {path}")
+        config, params = model.load()
         return mt.prepare(params, config, chosen)
 
-    said = read_json(folder / "generation_config.json")
-    own = {name: said[name] for name in ("temperature", "top_p", "top_k") if said.get(name) is not None}
-    if said.get("do_sample") is False:
-        own = {"temperature": 0.0}
-    positions = _max_positions(read_json(folder / "config.json"))
     return Source(
         load=load,
-        tokenizer=tokenizer,
-        sampling=mt.SamplingParams(**own, max_tokens=_MAX_NEW_TOKENS, stop_ids=tokenizer.stop_ids),
-        max_prompt=positions,
-        max_sequence=positions,
-        limit=f"the model has {positions} positions",
+        tokenizer=model.tokenizer,
+        sampling=mt.SamplingParams(**model.sampling, max_tokens=_MAX_NEW_TOKENS, stop_ids=model.tokenizer.stop_ids),
+        max_prompt=model.positions,
+        max_sequence=model.positions,
+        limit=f"the model has {model.positions} positions",
     )
-
-
-def _max_positions(config: dict) -> float:
-    """How many tokens a model can attend to; YaRN and its kin stretch what it was trained with."""
-    positions = config.get("max_position_embeddings") or math.inf
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return max(positions, int((rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0)))
 
 
 def sampling_params(source: Source) -> mt.SamplingParams:

@@ -26,7 +26,7 @@ from minite_jax.metrics.writer import decode_scalar, encode_scalar, read_metrics
 _CONFIG = cli.config_flag()
 _WORKDIR = cli.workdir_flag()
 _SEEDS = flags.DEFINE_list("seeds", ["10", "11", "12", "13", "14"], "Seeds, separated by commas.")
-_RESULTS = flags.DEFINE_string("results_dir", None, "Folder for quickstart_seeds.json; none: only run.")
+_RESULTS = cli.results_dir_flag()  # for quickstart_seeds.json; none: only run
 
 ARMS = {
     "grpo": "GRPO, the task's reward",

@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _NAMES: dict[str, str] = {
+    "load_gguf": "minite_jax.checkpoint.gguf",
     "load_huggingface": "minite_jax.checkpoint.huggingface",
     "save_huggingface": "minite_jax.checkpoint.huggingface",
     "provenance": "minite_jax.metrics.provenance",

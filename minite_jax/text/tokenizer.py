@@ -22,7 +22,7 @@ _MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
-    """A byte-level tokenizer with its end tokens and chat template. A `TextTokenizer`. Usually made by `from_folder`.
+    """A byte-level tokenizer with its end tokens and chat template. A `TextTokenizer`. Made by `from_folder` or `from_gguf`.
 
     Args:
       backend: a `tokenizers.Tokenizer` whose decoder is ByteLevel (Qwen, GPT-2, Llama 3, SmolLM2).
@@ -90,6 +90,18 @@ class Tokenizer:
             chat_template=_chat_template(folder, config, marks),
             where=str(folder),
         )
+
+    @classmethod
+    def from_gguf(cls, path: str | os.PathLike) -> "Tokenizer":
+        """Reads the tokenizer in a GGUF file's metadata.
+
+        Raises:
+          UserError: the file cannot be read, has no tokenizer, or one of a kind that is not known; names the file and the key.
+          ImportError: the packages `gguf`, `tokenizers` and `jinja2` are not installed.
+        """
+        from minite_jax.text.gguf import tokenizer_parts  # which needs what a folder does not
+
+        return cls(**tokenizer_parts(path))
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Token ids of a text. Marks that are written in it, such as `<|im_end|>`, become their ids.

@@ -11,7 +11,7 @@ from absl.testing import flagsaver
 
 import minite_jax as mt
 from configs import quickstart
-from experiments import sample
+from experiments import model_files, sample
 from experiments.training import Run
 from minite_jax import checkpoint
 from minite_jax.errors import UserError
@@ -215,4 +215,4 @@ def test_wrong_flags_for_a_folder(refusal, model):
     ],
 )
 def test_positions(config, wanted):
-    assert sample._max_positions(config) == wanted
+    assert model_files.max_positions(config) == wanted
