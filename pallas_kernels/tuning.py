@@ -3,8 +3,8 @@
     tiles = tuning.config("grouped_matmul", rows=65536, features=1536, depth=2048, default=dict(BLOCK_M=128, num_warps=8))
 
 The table is {operation: {device kind: {"ROWSxFEATURESxDEPTH": {parameter: value}}}}; `python -m experiments.benchmark tune` makes
-it. An empty entry: measured, and the kernel's default is as fast as anything. Let rows be the tokens (M), features the outputs of a row (N; the width, where rows stand alone), depth the summed axis
-(K; 1 where nothing is summed).
+it. An empty entry: measured, and the kernel's default is as fast as anything. Let rows be the tokens (M), features the outputs
+of a row (N; the width, where rows stand alone), depth the summed axis (K; 1 where nothing is summed).
 
 A configuration may change the speed of a kernel and never its bits: kernels sum in one order whatever the tile, tests compare
 tiles bit for bit, and the tuning script refuses a configuration whose result differs from the default's.

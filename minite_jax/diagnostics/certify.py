@@ -18,6 +18,11 @@ The condition is sufficient, not necessary: a sum that fails may still come out 
 to what the accumulator starts from.
 
 Outer scales of NVFP4 operands play no part: they multiply the finished sum.
+
+**Other accumulators.** The same holds with b bits in place of 24 for an adder that keeps b bits below the leading one of its
+largest term (`Accumulator`): where the magnitudes sum to at most 2^b units, no term reaches beyond what is kept. Hopper's fp8
+tensor cores are such adders, as far as anybody has measured: they align the products of a step and the sum so far to the largest
+exponent and drop what lies more than 13 bits below. The vendor documents none of it: that certificate is as good as the model.
 """
 
 import dataclasses
@@ -31,6 +36,25 @@ from pallas_kernels import operands
 from pallas_kernels.operands import Operand
 
 FLOAT32_SIGNIFICAND_BITS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulator:
+    """What adds the products.
+
+    Attributes:
+      name: for tables.
+      bits: sums of magnitudes up to 2^bits units are exact in it, in any order.
+    """
+
+    name: str
+    bits: int
+
+
+FLOAT32 = Accumulator("float32", FLOAT32_SIGNIFICAND_BITS)
+# About 14 bits are kept, the leading one of the largest term included: DeepSeek-V3, arXiv:2412.19437, 3.3.2, and docs/kernels.md.
+HOPPER_FP8 = Accumulator("Hopper's fp8 tensor cores", 13)
+
 _SMALLEST_NORMAL_EXPONENT, _LARGEST_EXPONENT = -126, 127
 # The power of two that zero is a multiple of: larger than that of any sum of two, so that it never is the smallest.
 _ZERO_EXPONENT = 8192
@@ -46,12 +70,14 @@ class Certificate:
     Attributes:
       bits: [M, N] int32, the smallest b with sum of magnitudes <= 2^b units: the significand that an accumulator needs. 0 where
         every product is 0. Above 53 it may be one too low or too high.
-      proven: [M, N] bool, whether every float32 partial sum in any order is exact. Besides ``bits <= 24`` it asks that partial
-        sums can neither overflow nor be subnormal, and that no operand is.
+      proven: [M, N] bool, whether every partial sum in any order is exact. Besides ``bits <= accumulator.bits`` it asks that
+        partial sums can neither overflow nor be subnormal in float32, and that no operand is.
+      accumulator: that of the proof.
     """
 
     bits: Int[np.ndarray, "M N"]
     proven: Bool[np.ndarray, "M N"]
+    accumulator: Accumulator = FLOAT32
 
     @property
     def fraction_proven(self) -> float:
@@ -59,7 +85,9 @@ class Certificate:
         return float(self.proven.mean()) if self.proven.size else float("nan")
 
 
-def certify(x: Operand, w: Operand, group_sizes: Int[Array, "E"] | None = None) -> Certificate:
+def certify(
+    x: Operand, w: Operand, group_sizes: Int[Array, "E"] | None = None, *, accumulator: Accumulator = FLOAT32
+) -> Certificate:
     """The certificate of ``matmul(x, w)`` or, with group sizes, of ``grouped_matmul(x, w, group_sizes)``.
 
     Runs on the host, in blocks of a few megabytes beside the operands themselves; time is of order M N K.
@@ -68,6 +96,7 @@ def certify(x: Operand, w: Operand, group_sizes: Int[Array, "E"] | None = None) 
       x: [M, K] as the matmul gets it.
       w: [N, K], or [E, N, K] with `group_sizes`.
       group_sizes: [E] rows of each group. Rows behind the last group are no sums: they are left out, and M below is the sum.
+      accumulator: what adds: `FLOAT32`, `HOPPER_FP8`, or another.
 
     Returns:
       `Certificate` of [M, N] outputs.
@@ -88,11 +117,11 @@ def certify(x: Operand, w: Operand, group_sizes: Int[Array, "E"] | None = None) 
             fraction, exponent = np.frexp(magnitude)
             needed = np.where(magnitude == 0, 0, exponent - (fraction == 0.5) - unit)
             in_range = (unit >= _SMALLEST_NORMAL_EXPONENT) & (unit <= _LARGEST_EXPONENT - FLOAT32_SIGNIFICAND_BITS)
-            exact = (needed <= FLOAT32_SIGNIFICAND_BITS) & (in_range | (magnitude == 0))
+            exact = (needed <= accumulator.bits) & (in_range | (magnitude == 0))
             here = np.ix_(np.arange(rows.start, rows.stop)[m], np.arange(num_features)[n])
             bits_MN[here] = needed
             proven_MN[here] = exact & x_normal[m][:, None] & w_normal[n][None]
-    return Certificate(bits=bits_MN, proven=proven_MN)
+    return Certificate(bits=bits_MN, proven=proven_MN, accumulator=accumulator)
 
 
 def order_dependence(

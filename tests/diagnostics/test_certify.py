@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from minite_jax.diagnostics.certify import certify, order_dependence
+from minite_jax.diagnostics.certify import FLOAT32, HOPPER_FP8, certify, order_dependence
 from pallas_kernels import nvfp4
 from pallas_kernels.matmul import matmul
 
@@ -106,6 +106,36 @@ def test_one_unit_beyond_the_limit_really_differs():
     assert not order_dependence(allowed, ones).any()
     assert certify(beyond, ones).bits == 25 and not certify(beyond, ones).proven.any()
     assert order_dependence(beyond, ones).all()
+
+
+def _aligned_sum(products: np.ndarray, step: int = 32, kept: int = 13) -> np.ndarray:
+    """[M, N, K] summed as the model of Hopper's fp8 units has it: `step` products and the sum so far are cut off `kept` bits
+    below the leading bit of the largest, then added."""
+    total = np.zeros(products.shape[:-1])
+    for k in range(0, products.shape[-1], step):
+        terms = np.concatenate([products[..., k : k + step], total[..., None]], axis=-1)
+        _, exponent = np.frexp(np.abs(terms).max(axis=-1, keepdims=True))
+        last = np.exp2(exponent - 1.0 - kept)
+        total = (np.trunc(terms / last) * last).sum(axis=-1)
+    return total
+
+
+def test_a_short_accumulator():
+    """What is proven for it comes out exact in any order, one by one or 32 at a time; and it is shorter than float32."""
+    rng = np.random.default_rng(3)
+    x, w = _quantized("plain", "fp8_exact")
+    few = [nvfp4.Nvfp4Array(*(leaf[..., :n] for leaf, n in ((a.codes, 8), (a.block_scale, 1))), a.outer_scale) for a in (x, w)]
+    for operands, least in ((few, 0.5), ((x, w), 0.0)):
+        products = _products(*operands)
+        true, certificate = products.sum(axis=-1), certify(*operands, accumulator=HOPPER_FP8)
+        different = np.zeros(true.shape, bool)
+        for step in (1, 16, 32):
+            order = rng.permutation(products.shape[-1])
+            different |= _aligned_sum(products[..., order], step) != true
+        assert not (different & certificate.proven).any()
+        assert certificate.fraction_proven >= least and certificate.accumulator is HOPPER_FP8
+        assert certify(*operands, accumulator=FLOAT32).proven.all()
+    assert different.any() and certificate.fraction_proven < 1  # 256 products are too many for it
 
 
 def test_outer_scales_play_no_part():

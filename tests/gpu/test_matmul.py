@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from equal_bits import GROUP_SIZES, assert_same
 
+from minite_jax.diagnostics import HOPPER_FP8, certify
 from pallas_kernels import nvfp4, tuning
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
 from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
@@ -67,6 +68,22 @@ def test_dense_is_right(kind, n, k):
         sums = np.asarray(nvfp4.block_values(x), np.float64) @ np.asarray(nvfp4.block_values(w), np.float64).T
         outer = np.asarray(x.outer_scale)[:, None]
         np.testing.assert_array_equal(ours.astype(np.float32), sums.astype(np.float32) * outer * np.asarray(w.outer_scale))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic"])
+@pytest.mark.parametrize("k", [16, 32, 64, 256])
+def test_what_is_proven_for_hoppers_fp8_units_is_exact(k, implementation):
+    """The model of the accumulator (13 bits below the largest term) against the machine: numbers of few bits, signs at random."""
+    rng = np.random.default_rng(k)
+    # Products of 1 to 6 bits, whose sums need about as many bits as the units keep.
+    x, w = (jnp.asarray(rng.integers(-7, 8, shape), jnp.float8_e4m3fn) for shape in ((130, k), (192, k)))
+    x = nvfp4.ExpandedArray(x, jnp.ones(130, jnp.float32))
+    w = nvfp4.ExpandedArray(w, jnp.ones((), jnp.float32))
+    certificate = certify(x, w, accumulator=HOPPER_FP8)
+    assert certificate.fraction_proven > 0.9
+    ours = np.asarray(matmul(x, w, out_dtype=jnp.float32, implementation=implementation))
+    true = np.asarray(x.values.astype(jnp.float32), np.float64) @ np.asarray(w.values.astype(jnp.float32), np.float64).T
+    np.testing.assert_array_equal(ours[certificate.proven], true.astype(np.float32)[certificate.proven])
 
 
 @pytest.mark.parametrize("kind", KINDS)
