@@ -106,15 +106,14 @@ def compared_rows(nll: dict[str, np.ndarray], seconds: dict[str, float]) -> list
     for name, values in nll.items():
         more = values - first
         mean, error = float(more.mean()), half * float(more.std(ddof=1))
-        is_first = values is first
         rows.append(
             {
                 "recipe": name,
                 "nll": float(values.mean()),
                 "perplexity": float(np.exp(values.mean())),
-                "more": "" if is_first else mean,
-                "low": "" if is_first else mean - error,
-                "high": "" if is_first else mean + error,
+                "more": mean,
+                "low": mean - error,
+                "high": mean + error,
                 "seconds": seconds[name],
             }
         )

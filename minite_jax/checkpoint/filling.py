@@ -8,8 +8,8 @@ import numpy as np
 
 from minite_jax.checkpoint.errors import CheckpointError
 from minite_jax.checkpoint.huggingface import files
+from minite_jax.checkpoint.huggingface.filling import Filling
 from minite_jax.checkpoint.huggingface.names import Placement
-from minite_jax.checkpoint.huggingface.reader import _Leaf
 from minite_jax.model.config import ModelConfig
 from minite_jax.model.params import ParamSpec, abstract_params, path_name
 
@@ -44,7 +44,7 @@ def fill_params(
 
     def fill(path, spec: ParamSpec) -> jax.Array:
         where = sharding(spec) if callable(sharding) else sharding or default
-        leaf = _Leaf(spec.shape, dtype, where)
+        leaf = Filling(spec.shape, dtype, where)
         for each in by_leaf[path_name(path)]:
             # A tensor's first axis is the leaf's last but (number of the tensor's axes - 1).
             axis = len(each.start) - len(each.shape)

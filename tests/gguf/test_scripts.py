@@ -92,7 +92,7 @@ def test_intervals():
     """Student's t by hand: differences 1, 2, 3 have mean 2 and deviation 1; t(0.975, 2) = 4.3027."""
     first = np.array([5.0, 1.0, 3.0])
     rows = rules.compared_rows({"fp32": first, "bf16": first + [1.0, 2.0, 3.0]}, {"fp32": 1.0, "bf16": 2.0})
-    assert rows[0]["nll"] == 3.0 and rows[0]["more"] == rows[0]["low"] == ""
+    assert rows[0]["nll"] == 3.0 and rows[0]["more"] == rows[0]["low"] == 0.0
     assert rows[1]["more"] == 2.0
     np.testing.assert_allclose([rows[1]["low"], rows[1]["high"]], 2 + np.array([-1, 1]) * 4.302653 / 3**0.5, rtol=1e-6)
 
