@@ -13,7 +13,7 @@ import pytest
 
 import minite_jax as mt
 from minite_jax.checkpoint import CheckpointError
-from minite_jax.checkpoint.huggingface import files, open_folder, placements, reader, writer
+from minite_jax.checkpoint.huggingface import files, filling, open_folder, placements, writer
 from minite_jax.model import tiny_dense, tiny_moe
 from minite_jax.model.params import abstract_params, path_name
 
@@ -114,8 +114,8 @@ def test_a_target_sharding_and_type(data, monkeypatch):
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
 
     specs = abstract_params(config)
-    for shard in (reader._HostShard, reader._DeviceShard):
-        monkeypatch.setattr(reader, "_shard_on", lambda device, shard=shard: shard)
+    for shard in (filling._HostShard, filling._DeviceShard):
+        monkeypatch.setattr(filling, "_shard_on", lambda device, shard=shard: shard)
         progress = []
         _, params = mt.load_huggingface(data / "qwen3_moe", dtype=jnp.bfloat16, sharding=sharding, progress=progress.append)
         assert sum(progress) == open_folder(data / "qwen3_moe").nbytes

@@ -16,6 +16,8 @@ from minite_jax.checkpoint.errors import CheckpointError
 
 # Of the types that weights come in here. Others are known by their width, so that a header can be checked.
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+# And with what NVFP4 checkpoints hold beside them.
+NUMPY = DTYPES | {"U8": np.dtype(np.uint8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -109,26 +111,31 @@ def _tensor(path: Path, start: int, name: str, entry: Any) -> Tensor:
 
 
 def read_pieces(tensor: Tensor) -> Iterator[tuple[int, np.ndarray]]:
-    """The tensor in runs of its first axis, each with the number of its first row.
+    """The tensor in runs of its first axis, each with the number of its first row. A single number comes as a row of one.
 
     Raises:
       CheckpointError: the file ends early.
     """
-    dtype = DTYPES[tensor.dtype]
-    row_bytes = tensor.nbytes // tensor.shape[0]
+    dtype, shape = NUMPY[tensor.dtype], tensor.shape or (1,)
+    row_bytes = tensor.nbytes // shape[0]
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
-        for first, last in row_runs(tensor.shape[0], row_bytes):
+        for first, last in row_runs(shape[0], row_bytes):
             piece = np.fromfile(file, dtype, (last - first) * row_bytes // dtype.itemsize)
             if piece.nbytes != (last - first) * row_bytes:
                 raise CheckpointError(f"{tensor}: the file ended early; fetch it again")
-            yield first, piece.reshape(last - first, *tensor.shape[1:])
+            yield first, piece.reshape(last - first, *shape[1:])
 
 
 def row_runs(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     """Cuts rows into runs (first, last + 1) of about `PIECE` bytes."""
     step = max(1, PIECE // max(1, row_bytes))
     return ((first, min(first + step, num_rows)) for first in range(0, num_rows, step))
+
+
+def type_name(dtype: np.dtype) -> str:
+    """What a header calls a type."""
+    return next(name for name, each in NUMPY.items() if each == dtype)
 
 
 def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[list[str], bytes, int]:
@@ -155,7 +162,11 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite, for the types of `DTYPES`."""
+    """Whether no number is NaN or infinite. Bytes that are no floats are finite."""
+    if values.dtype == NUMPY["U8"]:
+        return True
+    if values.dtype == NUMPY["F8_E4M3"]:
+        return not values.size or int((values.view(np.uint8) & 0x7F).max()) < 0x7F
     if values.dtype == DTYPES["BF16"]:
         return not values.size or int((values.view(np.uint16) & 0x7FFF).max()) < 0x7F80  # ten times as fast as isfinite
     return bool(np.isfinite(values).all())

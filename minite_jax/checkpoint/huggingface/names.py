@@ -29,6 +29,11 @@ class Placement(NamedTuple):
         """Shape of the block in the leaf: that of the tensor, with the axis that it lacks."""
         return (1,) * (len(self.start) - len(self.shape)) + self.shape
 
+    def corner(self, row: int) -> tuple[int, ...]:
+        """Where, in the leaf, the tensor's rows from this one on begin. (Its first axis is the leaf's last but some.)"""
+        axis = len(self.start) - len(self.shape)
+        return tuple(at + row * (i == axis) for i, at in enumerate(self.start))
+
 
 def is_harmless(tensor: str) -> bool:
     """Whether a tensor may lie in a folder without anybody reading it: old files hold the rotary frequencies."""

@@ -1,8 +1,7 @@
 """Reads a Hugging Face folder into our parameter tree, a piece of a tensor at a time, straight to where the numbers will live."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 
 import jax
@@ -13,12 +12,14 @@ from absl import logging
 from minite_jax.checkpoint.errors import CheckpointError
 from minite_jax.checkpoint.huggingface import files
 from minite_jax.checkpoint.huggingface.config import read_config, read_json
+from minite_jax.checkpoint.huggingface.filling import Filling
 from minite_jax.checkpoint.huggingface.names import Placement, is_harmless, placements
 from minite_jax.checkpoint.leaves import shorten
 from minite_jax.model.config import ModelConfig
 from minite_jax.model.params import ParamSpec, abstract_params, path_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+Target = jax.sharding.Sharding | Callable[[ParamSpec], jax.sharding.Sharding] | None
 _TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -47,6 +48,18 @@ class Folder:
         """Bytes of the tensors that are read."""
         return sum(self.tensors[each.tensor].nbytes for each in self.placements)
 
+    def by_leaf(self) -> dict[str, list[Placement]]:
+        """The tensors of each parameter."""
+        return group_by_leaf(self.placements)
+
+
+def group_by_leaf(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
+    """Placements by the leaf that they are blocks of."""
+    by_leaf: dict[str, list[Placement]] = {}
+    for each in placements:
+        by_leaf.setdefault(each.leaf, []).append(each)
+    return by_leaf
+
 
 def open_folder(folder: str | Path) -> Folder:
     """Reads a folder's config.json, index and headers, and checks them against each other; reads no weights.
@@ -57,7 +70,7 @@ def open_folder(folder: str | Path) -> Folder:
     """
     path = Path(folder)
     config = read_config(path)
-    tensors, headers, stale = _find_tensors(path)
+    tensors, headers, stale = find_tensors(path)
     fused = any(name.endswith("mlp.experts.gate_up_proj") for name in tensors)
     wanted = placements(config, fused_experts=fused)
     problems = []
@@ -71,16 +84,20 @@ def open_folder(folder: str | Path) -> Folder:
             problems.append(f"has {found}, which is none of {', '.join(files.DTYPES)}")
     names = {each.tensor for each in wanted}
     for name, tensor in tensors.items():
-        if name == _TIED_HEAD and name not in names and tensor.shape == (config.vocab_size, config.hidden_size):
-            continue  # a copy of the embedding that old files have beside it; compared when it is read
-        if name not in names and not is_harmless(name):
+        if name not in names and not is_harmless(name) and not is_tied_head(name, tensor.shape, config):
             problems.append(f"has {tensor}, which this model does not have")
     if problems:
         raise CheckpointError(f"{path} does not fit its config.json: it {shorten(problems)}; fetch the folder again")
     return Folder(path, config, tensors, headers, tuple(stale), tuple(wanted))
 
 
-def _find_tensors(path: Path) -> tuple[dict[str, files.Tensor], dict[Path, bytes], list[files.Tensor]]:
+def find_tensors(path: Path) -> tuple[dict[str, files.Tensor], dict[Path, bytes], list[files.Tensor]]:
+    """Every tensor of a folder by name (with an index, the copy that it names), the headers of its files, and the copies of
+    tensors that lie elsewhere.
+
+    Raises:
+      CheckpointError: a file is missing, cut off or wrong, or the index does not fit the files.
+    """
     single, index = path / SINGLE, path / INDEX
     if single.exists() and index.exists():
         raise CheckpointError(f"{path} has {SINGLE} and {INDEX}: which of the two holds the weights? Remove the other")
@@ -120,7 +137,7 @@ def load_huggingface(
     folder: str | Path,
     *,
     dtype=jnp.float32,
-    sharding: jax.sharding.Sharding | Callable[[ParamSpec], jax.sharding.Sharding] | None = None,
+    sharding: Target = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[ModelConfig, dict]:
     """Reads a Qwen3, Qwen3-MoE or Llama-type model from a folder with config.json and safetensors files.
@@ -146,37 +163,63 @@ def load_huggingface(
     if dtype not in (np.dtype(np.float32), files.DTYPES["BF16"]):
         raise ValueError(f"dtype={dtype} must be float32 or bfloat16")
     opened = open_folder(folder)
-    if _TIED_HEAD in opened.tensors and opened.config.tie_word_embeddings:
-        _check_tied_head(opened)
-    by_leaf: dict[str, list[Placement]] = {}
-    for each in opened.placements:
-        by_leaf.setdefault(each.leaf, []).append(each)
-    default = jnp.zeros(()).sharding
+    check_tied_head(opened.config, opened.tensors)
+    by_leaf = opened.by_leaf()
 
     def read(path, spec: ParamSpec) -> jax.Array:
-        where = sharding(spec) if callable(sharding) else sharding or default
-        leaf = _Leaf(spec.shape, dtype, where)
-        for each in by_leaf[path_name(path)]:
-            tensor = opened.tensors[each.tensor]
-            for first, piece in files.read_pieces(tensor):
-                with np.errstate(over="ignore"):  # reported below
-                    values = piece.astype(dtype, copy=False)
-                if not files.is_finite(values):
-                    what = "infinity in bfloat16" if files.is_finite(piece) else "NaN or infinity"
-                    raise CheckpointError(f"{tensor} holds {what}: fetch the file again, or take another model")
-                # A tensor's first axis is the leaf's last but (number of the tensor's axes - 1).
-                axis = len(each.start) - len(each.shape)
-                start = tuple(at + first * (i == axis) for i, at in enumerate(each.start))
-                leaf.put(values.reshape((1,) * axis + values.shape), start)
-                if progress is not None:
-                    progress(piece.nbytes)
-        return leaf.finish()
+        return read_leaf(spec.shape, dtype, target(sharding, spec), by_leaf[path_name(path)], opened.tensors, progress)
 
     return opened.config, jax.tree_util.tree_map_with_path(read, abstract_params(opened.config))
 
 
-def _check_tied_head(opened: Folder) -> None:
-    head, embedding = opened.tensors[_TIED_HEAD], opened.tensors[_EMBEDDING]
+def target(sharding: Target, spec: ParamSpec) -> jax.sharding.Sharding:
+    """Where a parameter goes."""
+    return sharding(spec) if callable(sharding) else sharding or jnp.zeros(()).sharding
+
+
+def read_leaf(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: jax.sharding.Sharding,
+    placements: list[Placement],
+    tensors: Mapping[str, files.Tensor],
+    progress: Callable[[int], None] | None,
+) -> jax.Array:
+    """An array whose blocks are these tensors; see `checked_pieces`."""
+    leaf = Filling(shape, dtype, sharding)
+    for each in placements:
+        for first, nbytes, values in checked_pieces(tensors[each.tensor], dtype):
+            leaf.put(values.reshape((1,) * (len(each.start) - values.ndim) + values.shape), each.corner(first))
+            if progress is not None:
+                progress(nbytes)
+    return leaf.finish()
+
+
+def checked_pieces(tensor: files.Tensor, dtype: np.dtype) -> Iterator[tuple[int, int, np.ndarray]]:
+    """A tensor in runs of its first axis: number of the first row, bytes in the file, and the numbers in `dtype`.
+
+    Raises:
+      CheckpointError: the file ends early; or numbers are NaN, infinite, or beyond `dtype`.
+    """
+    for first, piece in files.read_pieces(tensor):
+        with np.errstate(over="ignore"):  # reported below
+            values = piece.astype(dtype, copy=False)
+        if not files.is_finite(values):
+            what = f"infinity in {dtype}" if files.is_finite(piece) else "NaN or infinity"
+            raise CheckpointError(f"{tensor} holds {what}: fetch the file again, or take another model")
+        yield first, piece.nbytes, values
+
+
+def is_tied_head(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
+    """Whether a tensor is the copy of the embedding that old files have beside it; compared when it is read."""
+    return config.tie_word_embeddings and name == _TIED_HEAD and shape == (config.vocab_size, config.hidden_size)
+
+
+def check_tied_head(config: ModelConfig, tensors: Mapping[str, files.Tensor]) -> None:
+    """Raises CheckpointError where a tied model has an output embedding that is unlike its input embedding."""
+    if _TIED_HEAD not in tensors or not config.tie_word_embeddings:
+        return
+    head, embedding = tensors[_TIED_HEAD], tensors[_EMBEDDING]
     same = head.dtype == embedding.dtype and all(
         np.array_equal(a.view(np.uint8), b.view(np.uint8))
         for (_, a), (_, b) in zip(files.read_pieces(head), files.read_pieces(embedding), strict=True)
@@ -185,74 +228,3 @@ def _check_tied_head(opened: Folder) -> None:
         raise CheckpointError(
             f"{head} is unlike {_EMBEDDING}, though config.json says tie_word_embeddings: set that to false, or remove the tensor"
         )
-
-
-class _Leaf:
-    """A parameter that is filled block by block where it will live."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding):
-        self._shape, self._sharding = shape, sharding
-        self._shards = []
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-            local = tuple(last - first for first, last in bounds)
-            self._shards.append((_shard_on(device)(device, local, dtype), bounds))
-
-    def put(self, block: np.ndarray, start: tuple[int, ...]) -> None:
-        """Writes a block of the whole array, whose corner is at `start`, to the shards that it meets."""
-        for shard, bounds in self._shards:
-            meets = [
-                (max(first, at), min(last, at + size)) for (first, last), at, size in zip(bounds, start, block.shape, strict=True)
-            ]
-            if all(low < high for low, high in meets):
-                part = block[tuple(slice(low - at, high - at) for (low, high), at in zip(meets, start, strict=True))]
-                shard.put(part, tuple(low - first for (low, _), (first, _) in zip(meets, bounds, strict=True)))
-
-    def finish(self) -> jax.Array:
-        """The array. Nothing may be put afterwards."""
-        arrays = [shard.finish() for shard, _ in self._shards]
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, arrays)
-
-
-class _HostShard:
-    """A shard of a CPU device: written by numpy, then handed over without a copy."""
-
-    def __init__(self, device, shape, dtype):
-        self._device = device
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        memory = np.empty(size + 64, np.uint8)
-        aligned = memory[-memory.ctypes.data % 64 :][:size]  # jax copies what does not begin at a multiple of 64
-        self._array = aligned.view(dtype).reshape(shape)
-
-    def put(self, part: np.ndarray, start: tuple[int, ...]) -> None:
-        self._array[tuple(slice(at, at + size) for at, size in zip(start, part.shape, strict=True))] = part
-
-    def finish(self) -> jax.Array:
-        array = jax.device_put(self._array, self._device, may_alias=True)
-        del self._array
-        return array
-
-
-class _DeviceShard:
-    """A shard of another device: each part goes there alone and is written in place."""
-
-    def __init__(self, device, shape, dtype):
-        self._device = device
-        self._array = jnp.zeros(shape, dtype, device=device)
-
-    def put(self, part: np.ndarray, start: tuple[int, ...]) -> None:
-        part = jax.device_put(part, self._device)
-        # Wait: the host would otherwise read on, and parts that are under way pile up.
-        self._array = _write_part(self._array, part, tuple(map(np.int32, start))).block_until_ready()
-
-    def finish(self) -> jax.Array:
-        return self._array
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _write_part(array, part, start):
-    return jax.lax.dynamic_update_slice(array, part, start)
-
-
-def _shard_on(device) -> type:
-    return _HostShard if device.platform == "cpu" else _DeviceShard
