@@ -10,7 +10,8 @@ is computed a second time and no layer is written a second time.
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import jax
@@ -69,30 +70,35 @@ def record_matmuls(policy: Policy, tokens: Int[Array, "B T"]) -> tuple[dict[str,
       RuntimeError: the forward has other matmuls than `matmul_names` says.
     """
     names = matmul_names(policy.config)
-    with _recording() as calls:
+    with recording(lambda *operands: operands) as calls:
         # A new function object: a program that was compiled without the recorder must not be found again.
         logits = jax.jit(lambda policy, tokens: _forward.forward.__wrapped__(policy, tokens))(policy, tokens)
         jax.block_until_ready(logits)
         jax.effects_barrier()
     if len(calls) != len(names):
         raise RuntimeError(f"the forward called {len(calls)} matmuls where {len(names)} were expected: mend matmul_names")
-    return dict(zip(names, calls, strict=True)), logits
+    return {name: MatmulOperands(*call) for name, call in zip(names, calls, strict=True)}, logits
 
 
 @contextlib.contextmanager
-def _recording() -> Iterator[list[MatmulOperands]]:
-    """Inside, whatever is traced and run gives its matmuls' operands, in the order in which they run (also out of loops)."""
-    calls: list[MatmulOperands] = []
+def recording(observe: Callable[..., Any]) -> Iterator[list]:
+    """Inside, whatever is traced and run gives what `observe` makes of its matmuls' operands, in the order in which they run
+    (also out of loops).
 
-    def keep(x, w, group_sizes=None):
-        calls.append(MatmulOperands(*jax.tree.map(jnp.asarray, (x, w, group_sizes))))
+    Args:
+      observe: traced function of ``x, w, group_sizes``, the fields of `MatmulOperands`; returns a pytree of arrays.
+    """
+    calls: list[Any] = []
 
     def recorder(matmul):
-        def recorded(x, w, *args, rows=None, **kwargs):
-            if rows is not None:  # what is multiplied are copies of these rows of x
-                x = take_rows(x, rows)
-            jax.debug.callback(keep, x, w, *args, ordered=True)
-            return matmul(x, w, *args, **kwargs)
+        def recorded(x, w, group_sizes=None, *, rows=None, **kwargs):
+            # What is multiplied are copies of these rows of x.
+            seen = observe(x if rows is None else take_rows(x, rows), w, group_sizes)
+            leaves, treedef = jax.tree.flatten(seen)
+            keep = lambda *leaves: calls.append(treedef.unflatten(map(jnp.asarray, leaves)))  # noqa: E731
+            jax.debug.callback(keep, *leaves, ordered=True)
+            sizes = () if group_sizes is None else (group_sizes,)
+            return matmul(x, w, *sizes, **kwargs | ({} if rows is None else {"rows": rows}))
 
         return recorded
 

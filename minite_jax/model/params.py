@@ -89,6 +89,11 @@ def path_name(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def abstract_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """The leaves of `abstract_params` by their paths."""
+    return {path_name(path): spec for path, spec in jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]}
+
+
 def init_params(config: ModelConfig, key) -> dict:
     """New float32 master weights. Each parameter draws from a key of its own path, so adding one leaves the others alone."""
     specs, treedef = jax.tree_util.tree_flatten_with_path(abstract_params(config))
@@ -115,7 +120,7 @@ def check_params(params: dict, config: ModelConfig) -> None:
     Raises:
       ValueError: names the first parameter that is missing, unexpected or of the wrong shape or type.
     """
-    wanted = {path_name(p): s for p, s in jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]}
+    wanted = abstract_specs(config)
     given = {path_name(p): v for p, v in jax.tree_util.tree_flatten_with_path(params)[0]}
     for name, spec in wanted.items():
         if name not in given:

@@ -5,6 +5,7 @@ from typing import Any, no_type_check
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from minite_jax.model import params as params_lib
 from minite_jax.model.config import ModelConfig
@@ -60,13 +61,17 @@ class Policy:
         return self.recipe.format_of(kind, layer, self.config.num_hidden_layers)
 
 
+def plain_dtype(spec: params_lib.ParamSpec, compute_dtype) -> np.dtype:
+    """The type in which a policy stores a weight that is not quantised."""
+    is_float32 = spec.kind in (params_lib.NORM, params_lib.ROUTER, params_lib.BIAS)
+    return np.dtype(np.float32 if is_float32 else compute_dtype)
+
+
 def _stored(spec: params_lib.ParamSpec, master: jax.Array, config: ModelConfig, recipe: Recipe):
-    if spec.kind in (params_lib.NORM, params_lib.ROUTER, params_lib.BIAS):
-        return master
     format = recipe.format_of(spec.kind, spec.layer, config.num_hidden_layers)
     if format.quantized:
         return nvfp4.quantize(master, format.weight)
-    return round_to(master, recipe.compute_dtype)
+    return round_to(master, plain_dtype(spec, recipe.compute_dtype))
 
 
 @jax.named_scope("pack")

@@ -1,6 +1,8 @@
 """Recipes: which matmuls run in which format. Named, frozen, printed at start, stored in checkpoints."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -149,3 +151,16 @@ def recipe(name: str, **changes) -> Recipe:
     if unknown:
         raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}")
     return dataclasses.replace(RECIPES[name], **changes)
+
+
+def recipe_from_plain(plain: Mapping[str, Any]) -> Recipe:
+    """The recipe of which `minite_jax.checkpoint.config.to_plain` made this, as files record it.
+
+    Raises:
+      ValueError: it is no recipe.
+    """
+    try:
+        rules = {name: rule and ScaleRule(**rule | {"block": tuple(rule["block"])}) for name, rule in plain["quantized"].items()}
+        return Recipe(**{**plain, "quantized": MatmulFormat(**rules)})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{dict(plain)!r} is no recipe of this version ({error})") from None

@@ -134,7 +134,7 @@ def from_json(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig
     if raw.get("architectures") not in (None, [family.architecture]):
         raise keys.error(f"architectures={raw['architectures']!r} where {[family.architecture]!r} belongs to {model_type}")
     if "quantization_config" in keys.raw:
-        raise keys.error("its weights are quantised (quantization_config); this reads BF16, F16 and F32 weights")
+        raise keys.error("its weights are quantised (quantization_config) and this reads plain ones; load_nvfp4 reads NVFP4")
     known = _NOT_OURS | set(_ONLY) | _OURS | (_OURS_MOE if family.is_moe else set())
     unknown = sorted(set(keys.raw) - known)
     if unknown:

@@ -110,8 +110,12 @@ def _tensor(path: Path, start: int, name: str, entry: Any) -> Tensor:
     return Tensor(name, dtype, shape, path, start + first, last - first)
 
 
-def read_pieces(tensor: Tensor) -> Iterator[tuple[int, np.ndarray]]:
+def read_pieces(tensor: Tensor, rows: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
     """The tensor in runs of its first axis, each with the number of its first row. A single number comes as a row of one.
+
+    Args:
+      tensor: of a type in `NUMPY`.
+      rows: length of the runs; None: about `PIECE` bytes.
 
     Raises:
       CheckpointError: the file ends early.
@@ -120,16 +124,16 @@ def read_pieces(tensor: Tensor) -> Iterator[tuple[int, np.ndarray]]:
     row_bytes = tensor.nbytes // shape[0]
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
-        for first, last in row_runs(shape[0], row_bytes):
+        for first, last in row_runs(shape[0], row_bytes, rows):
             piece = np.fromfile(file, dtype, (last - first) * row_bytes // dtype.itemsize)
             if piece.nbytes != (last - first) * row_bytes:
                 raise CheckpointError(f"{tensor}: the file ended early; fetch it again")
             yield first, piece.reshape(last - first, *shape[1:])
 
 
-def row_runs(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cuts rows into runs (first, last + 1) of about `PIECE` bytes."""
-    step = max(1, PIECE // max(1, row_bytes))
+def row_runs(num_rows: int, row_bytes: int, step: int | None = None) -> Iterator[tuple[int, int]]:
+    """Cuts rows into runs (first, last + 1) of about `PIECE` bytes, or of `step` rows."""
+    step = step or max(1, PIECE // max(1, row_bytes))
     return ((first, min(first + step, num_rows)) for first in range(0, num_rows, step))
 
 

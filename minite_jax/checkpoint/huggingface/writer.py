@@ -14,7 +14,7 @@ from minite_jax.checkpoint.huggingface.names import Placement, is_harmless, plac
 from minite_jax.checkpoint.huggingface.reader import Folder, open_folder
 from minite_jax.checkpoint.leaves import shorten
 from minite_jax.model.config import ModelConfig
-from minite_jax.model.params import abstract_params, num_params, path_name
+from minite_jax.model.params import abstract_specs, num_params, path_name
 from pallas_kernels.nvfp4 import Nvfp4Array
 
 _TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -83,7 +83,7 @@ def save_huggingface(
 def _leaves(params: dict, config: ModelConfig) -> dict[str, Any]:
     is_leaf = lambda x: isinstance(x, Nvfp4Array)  # noqa: E731
     given = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)[0]}
-    wanted = {path_name(path): spec for path, spec in jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]}
+    wanted = abstract_specs(config)
     problems = [f"lack {name}" for name in wanted if name not in given]
     problems += [f"have {name}, which this model does not have" for name in given if name not in wanted]
     problems += [
