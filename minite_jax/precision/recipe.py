@@ -161,6 +161,6 @@ def recipe_from_plain(plain: Mapping[str, Any]) -> Recipe:
     """
     try:
         rules = {name: rule and ScaleRule(**rule | {"block": tuple(rule["block"])}) for name, rule in plain["quantized"].items()}
-        return Recipe(**{**plain, "quantized": MatmulFormat(**rules)})
+        return Recipe(**{**plain, "quantized": MatmulFormat(**rules), "matmuls": tuple(plain["matmuls"])})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{dict(plain)!r} is no recipe of this version ({error})") from None
+        raise ValueError(f"no recipe of this version: {' '.join(str(error).split())}") from None

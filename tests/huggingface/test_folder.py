@@ -86,7 +86,7 @@ def test_shards_fused_experts_and_types(tmp_path, monkeypatch, dtype):
     """A model of ours through folders of many files, in small pieces, with experts apart and together."""
     monkeypatch.setattr(files, "PIECE", 1000)
     config = tiny_moe(num_hidden_layers=1, num_experts=12, mlp_only_layers=())
-    kind = files.DTYPES[writer._TYPES[dtype]]
+    kind = files.DTYPES[writer.TYPES[dtype]]
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda spec: rng.standard_normal(spec.shape).astype(kind).astype(np.float32), abstract_params(config))
     for fused in (False, True):

@@ -25,7 +25,7 @@ class Filling:
                 (max(first, at), min(last, at + size)) for (first, last), at, size in zip(bounds, start, block.shape, strict=True)
             ]
             if all(low < high for low, high in meets):
-                part = block[tuple(slice(low - at, high - at) for (low, high), at in zip(meets, start, strict=True))]
+                part = block[(*(slice(low - at, high - at) for (low, high), at in zip(meets, start, strict=True)), ...)]
                 shard.put(part, tuple(low - first for (low, _), (first, _) in zip(meets, bounds, strict=True)))
 
     def finish(self) -> jax.Array:

@@ -17,7 +17,7 @@ from minite_jax.model.config import ModelConfig
 from minite_jax.model.params import abstract_specs, num_params, path_name
 from pallas_kernels.nvfp4 import Nvfp4Array
 
-_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def save_huggingface(
@@ -70,9 +70,9 @@ def save_huggingface(
     check_new(final)
     leaves = _leaves(params, config)
     if like is None:
-        if dtype not in _TYPES:
-            raise CheckpointError(f"dtype={dtype!r} must be one of {', '.join(_TYPES)}")
-        contents = [Content(each.tensor, _TYPES[dtype], each) for each in placements(config, fused_experts=fused_experts)]
+        if dtype not in TYPES:
+            raise CheckpointError(f"dtype={dtype!r} must be one of {', '.join(TYPES)}")
+        contents = [Content(each.tensor, TYPES[dtype], each) for each in placements(config, fused_experts=fused_experts)]
         plan, others = plan_files(contents, max_shard_bytes, num_params(config))
         others["config.json"] = to_bytes(to_json(config, dtype=dtype, extra=extra))
     else:

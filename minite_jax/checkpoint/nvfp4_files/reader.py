@@ -124,7 +124,7 @@ def _recorded(raw: Mapping[str, Any], where: Path) -> Recipe | None:
     try:
         return recipe_from_plain(ours["recipe"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {OURS} records no recipe ({error}): remove the key to have one chosen") from None
+        raise CheckpointError(f"{where}: {OURS} records {error}; remove the key to have a recipe chosen") from None
 
 
 def _choose_recipe(opened: Nvfp4Folder, given: Recipe | None, fp8_exact: bool) -> Recipe:

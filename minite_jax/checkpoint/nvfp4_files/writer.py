@@ -126,9 +126,7 @@ def _contents(policy, names, input_scales, rounded) -> tuple[list[Content], dict
             continue
         scale = np.asarray(input_scales.get(name, np.nan), np.float32)
         if scale.shape != experts or not ((scale >= np.finfo(np.float32).tiny) & (scale < np.inf)).all():
-            raise CheckpointError(
-                f"input_scales[{name!r}] must be {list(experts)} positive float32 numbers, not {input_scales.get(name)!r}"
-            )
+            raise CheckpointError(f"input_scales[{name!r}] must be {list(experts)} positive float32 numbers: nothing was written")
         with np.errstate(over="ignore"):
             leaves[f"{name}.input_scale"] = 1 / scale if names.divides else scale
     return _plan_contents(policy, names, leaves, input_scales is not None, rounded), leaves
