@@ -16,9 +16,11 @@ from experiments import convert, synthetic_checkpoint
 from experiments.build import build
 from experiments.training import RunState
 from minite_jax import checkpoint
+from minite_jax.checkpoint.nvfp4_files import read_input_scales, unpack_params
+from minite_jax.diagnostics import calibrate
 from minite_jax.errors import UserError
 from minite_jax.learner import init_state
-from minite_jax.model import qwen3_30b_a3b
+from minite_jax.model import qwen3_30b_a3b, tiny_moe
 
 DATA = Path(__file__).parents[1] / "data" / "huggingface"
 
@@ -65,6 +67,82 @@ def test_a_run_to_a_folder(tmp_path):
         run(source=tmp_path / "run", step=0, dry_run=True)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A MoE model whose matrices have few shapes, for the compiler's sake."""
+    sizes = dict(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, moe_intermediate_size=32)
+    config = tiny_moe(vocab_size=48, **sizes)
+    folder = mt.save_huggingface(tmp_path_factory.mktemp("plain") / "model", mt.init_params(config, jax.random.key(1)), config)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_folder_to_nvfp4_and_back(model, tmp_path, capsys):
+    run(source=model, target=tmp_path / "q", to="nvfp4")
+    wanted = mt.prepare_huggingface(model, mt.recipe("nvfp4"))
+    assert_same_leaves(mt.load_nvfp4(tmp_path / "q"), wanted)
+    assert (tmp_path / "q" / "tokenizer.json").is_file()
+    # From one layout to the other and back, nothing is quantised again.
+    run(source=tmp_path / "q", target=tmp_path / "c", to="nvfp4", layout="compressed-tensors")
+    run(source=tmp_path / "c", target=tmp_path / "q2", to="nvfp4")
+    assert_same_files(tmp_path / "q", tmp_path / "q2")
+    run(source=tmp_path / "c", target=tmp_path / "out")  # plain numbers by default
+    jax.tree.map(np.testing.assert_array_equal, mt.load_huggingface(tmp_path / "out")[1], unpack_params(wanted))
+    printed = capsys.readouterr().out
+    assert printed.count("GB/s") == 8 and "above the parameters" in printed
+
+
+def assert_same_leaves(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_orbax_to_nvfp4_and_back(model, tmp_path):
+    run(source=model, target=tmp_path / "orbax")
+    run(source=tmp_path / "orbax", target=tmp_path / "q", to="nvfp4", like=model, recipe="nvfp4", first_plain=0)
+    wanted = mt.prepare_huggingface(model, mt.recipe("nvfp4"))
+    assert_same_leaves(mt.load_nvfp4(tmp_path / "q"), wanted)
+    run(source=tmp_path / "q", target=tmp_path / "masters", to="orbax")
+    run(source=tmp_path / "masters", target=tmp_path / "out", dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, mt.load_huggingface(tmp_path / "out")[1], unpack_params(wanted))
+
+
+def test_a_run_has_its_own_recipe(tmp_path):
+    config = quickstart.get_config()
+    config.recipe.last_plain = 1
+    setup = build(config)
+    params = mt.init_params(setup.model, jax.random.key(3))
+    state = RunState(train=init_state(params, setup.sft_optimizer), phase=jax.numpy.int32(0), phase_step=jax.numpy.int32(0))
+    checkpoint.save(tmp_path / "run", 0, state, config)
+    source = convert.open_source(tmp_path / "run", None)
+    assert convert.choose_recipe(source) == setup.recipe and setup.recipe.last_plain == 1
+    with flagsaver.flagsaver(first_plain=1):
+        assert convert.choose_recipe(source) == mt.recipe(setup.recipe.name, first_plain=1, last_plain=1)
+
+
+@pytest.mark.slow
+def test_calibration_ids(model, tmp_path):
+    ids = tmp_path / "ids.json"
+    ids.write_text("[[1, 2, 3], [4, 5, 6]]")
+    run(source=model, target=tmp_path / "q", to="nvfp4", calibration=ids)
+    policy = mt.load_nvfp4(tmp_path / "q")
+    wanted = calibrate(policy, [[1, 2, 3], [4, 5, 6]])
+    jax.tree.map(np.testing.assert_array_equal, read_input_scales(tmp_path / "q"), wanted)
+    run(source=tmp_path / "q", target=tmp_path / "c", to="nvfp4", layout="compressed-tensors")
+    jax.tree.map(np.testing.assert_array_equal, read_input_scales(tmp_path / "c"), wanted)
+
+
+def test_dry_run_of_nvfp4(tmp_path, capsys):
+    run(source=DATA / "qwen3_mixed", to="nvfp4", layout="compressed-tensors", dry_run=True)
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index("as nvfp4, layout compressed-tensors:")
+    scales = [line.split() for line in lines[place:] if "layers.3.mlp.experts.*.gate_proj.weight_global_scale" in line]
+    assert scales == [
+        ["12", "x", "model.layers.3.mlp.experts.*.gate_proj.weight_global_scale", "F32", "[1]", "layers.3.gate_up.outer_scale"]
+    ]
+    assert lines[-1] == "would be written as nvfp4"
+
+
 def test_dry_run_prints_the_table_and_writes_nothing(tmp_path, capsys):
     run(source=DATA / "qwen3_mixed", target=tmp_path / "out", dry_run=True)
     lines = capsys.readouterr().out.splitlines()
@@ -84,8 +162,14 @@ def test_mistakes_are_one_line(tmp_path):
         (dict(source=llama), "--target is missing"),
         (dict(source=llama, target=tmp_path / "other"), "--target=.*other is there already"),
         (dict(source=llama, target=tmp_path / "a", like=llama), "--like says what a Hugging Face folder looks like"),
+        (dict(source=llama, target=tmp_path / "a", recipe="nvfp4"), "--recipe is for NVFP4, and orbax is written"),
+        (dict(source=llama, target=tmp_path / "a", to="nvfp4", recipe="nvfp5"), "--recipe=nvfp5: no recipe 'nvfp5'"),
+        (dict(source=llama, target=tmp_path / "a", to="nvfp4", recipe="bf16"), "recipe bf16 quantises nothing"),
+        (dict(source=llama, target=tmp_path / "a", to="nvfp4", recipe="nvfp4_experts"), "quantises nothing in this model"),
+        (dict(source=llama, target=tmp_path / "a", to="nvfp4", calibration=tmp_path / "no"), "=.*no cannot be read"),
+        (dict(source=llama, target=tmp_path / "a", to="nvfp4", calibration=llama / "config.json"), "else than lists of"),
     ):
-        with pytest.raises(UserError, match=message) as caught:
+        with pytest.raises((UserError, ValueError), match=message) as caught:
             run(**flags)
         assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["other"]
