@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from minite_jax.checkpoint.errors import CheckpointError
-from minite_jax.checkpoint.filling import fill_params, finite_in
 from minite_jax.checkpoint.gguf import file as file_lib
 from minite_jax.checkpoint.gguf import names
 from minite_jax.checkpoint.gguf.config import architecture, read_config
 from minite_jax.checkpoint.huggingface.files import Tensor
+from minite_jax.checkpoint.huggingface.filling import fill_params, finite_in
 from minite_jax.checkpoint.huggingface.names import Placement
 from minite_jax.checkpoint.leaves import shorten
 from minite_jax.model.config import ModelConfig

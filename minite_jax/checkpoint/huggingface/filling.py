@@ -1,10 +1,20 @@
 """Arrays that are filled block by block where they will live, so that the host never holds a second copy."""
 
 import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from minite_jax.checkpoint.errors import CheckpointError
+from minite_jax.checkpoint.huggingface import files
+from minite_jax.checkpoint.huggingface.names import Placement
+from minite_jax.model.config import ModelConfig
+from minite_jax.model.params import ParamSpec, abstract_params, path_name
+
+Target = jax.sharding.Sharding | Callable[[ParamSpec], jax.sharding.Sharding] | None
+Pieces = Callable[[Placement], Iterator[tuple[int, int, np.ndarray]]]
 
 
 class Filling:
@@ -76,3 +86,79 @@ def _write_part(array, part, start):
 
 def _shard_on(device) -> type:
     return _HostShard if device.platform == "cpu" else _DeviceShard
+
+
+def fill_params(
+    config: ModelConfig,
+    placements: Sequence[Placement],
+    pieces: Pieces,
+    dtype: np.dtype,
+    sharding: Target,
+    progress: Callable[[int], None] | None,
+) -> dict:
+    """The tree of `abstract_params`, each leaf filled block by block where it will live.
+
+    Args:
+      config: shape of the model.
+      placements: where each tensor lies in the tree.
+      pieces: gives a tensor in runs of its first axis: number of the first row, bytes in the file, and the numbers in `dtype`.
+      dtype: float32 or bfloat16.
+      sharding: of every parameter, or a function that says it for each `ParamSpec`. None: the default device.
+      progress: called with the number of bytes of each piece.
+
+    Raises:
+      ValueError: another dtype.
+    """
+    if dtype not in (np.dtype(np.float32), files.DTYPES["BF16"]):
+        raise ValueError(f"dtype={dtype} must be float32 or bfloat16")
+    by_leaf = group_by_leaf(placements)
+
+    def fill(path, spec: ParamSpec) -> jax.Array:
+        return fill_leaf(spec.shape, dtype, target(sharding, spec), by_leaf[path_name(path)], pieces, progress)
+
+    return jax.tree_util.tree_map_with_path(fill, abstract_params(config))
+
+
+def target(sharding: Target, spec: ParamSpec) -> jax.sharding.Sharding:
+    """Where a parameter goes."""
+    return sharding(spec) if callable(sharding) else sharding or jnp.zeros(()).sharding
+
+
+def group_by_leaf(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
+    """Placements by the leaf that they are blocks of."""
+    by_leaf: dict[str, list[Placement]] = {}
+    for each in placements:
+        by_leaf.setdefault(each.leaf, []).append(each)
+    return by_leaf
+
+
+def fill_leaf(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: jax.sharding.Sharding,
+    placements: Sequence[Placement],
+    pieces: Pieces,
+    progress: Callable[[int], None] | None,
+) -> jax.Array:
+    """One parameter, see `fill_params`."""
+    leaf = Filling(shape, dtype, sharding)
+    for each in placements:
+        for first, nbytes, values in pieces(each):
+            leaf.put(values.reshape((1,) * (len(each.start) - values.ndim) + values.shape), each.corner(first))
+            if progress is not None:
+                progress(nbytes)
+    return leaf.finish()
+
+
+def finite_in(dtype: np.dtype, piece: np.ndarray, tensor: files.Tensor) -> np.ndarray:
+    """Numbers of a tensor in another type.
+
+    Raises:
+      CheckpointError: some are NaN, infinite, or beyond the type.
+    """
+    with np.errstate(over="ignore"):  # reported below
+        values = piece.astype(dtype, copy=False)
+    if not files.is_finite(values):
+        what = f"infinity in {dtype}" if files.is_finite(piece) else "NaN or infinity"
+        raise CheckpointError(f"{tensor} holds {what}: fetch the file again, or take another model")
+    return values

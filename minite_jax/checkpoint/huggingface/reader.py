@@ -1,7 +1,7 @@
 """Reads a Hugging Face folder into our parameter tree, a piece of a tensor at a time, straight to where the numbers will live."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 
 import jax
@@ -12,14 +12,12 @@ from absl import logging
 from minite_jax.checkpoint.errors import CheckpointError
 from minite_jax.checkpoint.huggingface import files
 from minite_jax.checkpoint.huggingface.config import read_config, read_json
-from minite_jax.checkpoint.huggingface.filling import Filling
+from minite_jax.checkpoint.huggingface.filling import Target, fill_leaf, fill_params, finite_in, group_by_leaf
 from minite_jax.checkpoint.huggingface.names import Placement, is_harmless, placements
 from minite_jax.checkpoint.leaves import shorten
 from minite_jax.model.config import ModelConfig
-from minite_jax.model.params import ParamSpec, abstract_params, path_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-Target = jax.sharding.Sharding | Callable[[ParamSpec], jax.sharding.Sharding] | None
 _TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -51,14 +49,6 @@ class Folder:
     def by_leaf(self) -> dict[str, list[Placement]]:
         """The tensors of each parameter."""
         return group_by_leaf(self.placements)
-
-
-def group_by_leaf(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
-    """Placements by the leaf that they are blocks of."""
-    by_leaf: dict[str, list[Placement]] = {}
-    for each in placements:
-        by_leaf.setdefault(each.leaf, []).append(each)
-    return by_leaf
 
 
 def open_folder(folder: str | Path) -> Folder:
@@ -159,22 +149,13 @@ def load_huggingface(
         unlike the input embedding. Names file and tensor.
       ValueError: another dtype.
     """
-    dtype = np.dtype(dtype)
-    if dtype not in (np.dtype(np.float32), files.DTYPES["BF16"]):
-        raise ValueError(f"dtype={dtype} must be float32 or bfloat16")
-    opened = open_folder(folder)
+    opened, dtype = open_folder(folder), np.dtype(dtype)
     check_tied_head(opened.config, opened.tensors)
-    by_leaf = opened.by_leaf()
 
-    def read(path, spec: ParamSpec) -> jax.Array:
-        return read_leaf(spec.shape, dtype, target(sharding, spec), by_leaf[path_name(path)], opened.tensors, progress)
+    def pieces(each: Placement):
+        return checked_pieces(opened.tensors[each.tensor], dtype)
 
-    return opened.config, jax.tree_util.tree_map_with_path(read, abstract_params(opened.config))
-
-
-def target(sharding: Target, spec: ParamSpec) -> jax.sharding.Sharding:
-    """Where a parameter goes."""
-    return sharding(spec) if callable(sharding) else sharding or jnp.zeros(()).sharding
+    return opened.config, fill_params(opened.config, opened.placements, pieces, dtype, sharding, progress)
 
 
 def read_leaf(
@@ -186,13 +167,7 @@ def read_leaf(
     progress: Callable[[int], None] | None,
 ) -> jax.Array:
     """An array whose blocks are these tensors; see `checked_pieces`."""
-    leaf = Filling(shape, dtype, sharding)
-    for each in placements:
-        for first, nbytes, values in checked_pieces(tensors[each.tensor], dtype):
-            leaf.put(values.reshape((1,) * (len(each.start) - values.ndim) + values.shape), each.corner(first))
-            if progress is not None:
-                progress(nbytes)
-    return leaf.finish()
+    return fill_leaf(shape, dtype, sharding, placements, lambda each: checked_pieces(tensors[each.tensor], dtype), progress)
 
 
 def checked_pieces(tensor: files.Tensor, dtype: np.dtype) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -202,12 +177,7 @@ def checked_pieces(tensor: files.Tensor, dtype: np.dtype) -> Iterator[tuple[int,
       CheckpointError: the file ends early; or numbers are NaN, infinite, or beyond `dtype`.
     """
     for first, piece in files.read_pieces(tensor):
-        with np.errstate(over="ignore"):  # reported below
-            values = piece.astype(dtype, copy=False)
-        if not files.is_finite(values):
-            what = f"infinity in {dtype}" if files.is_finite(piece) else "NaN or infinity"
-            raise CheckpointError(f"{tensor} holds {what}: fetch the file again, or take another model")
-        yield first, piece.nbytes, values
+        yield first, piece.nbytes, finite_in(dtype, piece, tensor)
 
 
 def is_tied_head(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:

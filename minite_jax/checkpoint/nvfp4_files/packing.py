@@ -13,16 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from minite_jax.checkpoint.errors import CheckpointError
-from minite_jax.checkpoint.huggingface.filling import Filling
-from minite_jax.checkpoint.huggingface.reader import (
-    Folder,
-    Target,
-    check_tied_head,
-    checked_pieces,
-    open_folder,
-    read_leaf,
-    target,
-)  # fmt: skip
+from minite_jax.checkpoint.huggingface.filling import Filling, Target, target
+from minite_jax.checkpoint.huggingface.reader import Folder, check_tied_head, checked_pieces, open_folder, read_leaf
 from minite_jax.checkpoint.nvfp4_files.blocks import quantized_matrices
 from minite_jax.checkpoint.nvfp4_files.filling import PackedFilling, with_fp8_exact
 from minite_jax.model.config import ModelConfig

@@ -12,16 +12,9 @@ from absl import logging
 from minite_jax.checkpoint.errors import CheckpointError
 from minite_jax.checkpoint.huggingface import files
 from minite_jax.checkpoint.huggingface.config import from_json, read_json
+from minite_jax.checkpoint.huggingface.filling import Target, group_by_leaf, target
 from minite_jax.checkpoint.huggingface.names import is_harmless
-from minite_jax.checkpoint.huggingface.reader import (
-    Target,
-    check_tied_head,
-    find_tensors,
-    group_by_leaf,
-    is_tied_head,
-    read_leaf,
-    target,
-)  # fmt: skip
+from minite_jax.checkpoint.huggingface.reader import check_tied_head, find_tensors, is_tied_head, read_leaf
 from minite_jax.checkpoint.leaves import shorten
 from minite_jax.checkpoint.nvfp4_files import layouts
 from minite_jax.checkpoint.nvfp4_files.blocks import Block, blocks, matrices, quantized_matrices
