@@ -79,6 +79,14 @@ def results_dir_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagH
     return flags.DEFINE_string("results_dir", None, "Folder of the result files.", flag_values)
 
 
+@functools.cache
+def recipe_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--recipe`; a second call gives the same flag. None: the run's own, or what the script says."""
+    return flags.DEFINE_string(
+        "recipe", None, "Precision recipe. Default: the run's own; else bf16, or nvfp4 where NVFP4 is written.", flag_values
+    )
+
+
 def run(
     main: Callable[[list[str]], Any],
     config: str | None = None,

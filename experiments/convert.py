@@ -57,7 +57,7 @@ _LIKE = flags.DEFINE_string("like", None, "Hugging Face folder whose layout and 
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float16", "float32"), "Type in a folder without --like.")
 _FUSED = flags.DEFINE_bool("fused_experts", False, "In a folder without --like: all experts of a layer in one tensor.")
 _LAYOUT = flags.DEFINE_enum("layout", "modelopt", tuple(nvfp4_files.LAYOUTS), "Names of an NVFP4 target's tensors.")
-_RECIPE = flags.DEFINE_string("recipe", None, "Recipe of an NVFP4 target; by default a run's own, else nvfp4.")
+_RECIPE = cli.recipe_flag()
 _PLAIN = {
     name: flags.DEFINE_integer(name, None, f"The recipe's {where} layers that stay plain; by default as it says.", lower_bound=0)
     for name, where in (("first_plain", "leading"), ("last_plain", "trailing"))
