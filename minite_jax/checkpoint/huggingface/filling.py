@@ -109,14 +109,19 @@ def fill_params(
     Raises:
       ValueError: another dtype.
     """
-    if dtype not in (np.dtype(np.float32), files.DTYPES["BF16"]):
-        raise ValueError(f"dtype={dtype} must be float32 or bfloat16")
+    check_dtype(dtype)
     by_leaf = group_by_leaf(placements)
 
     def fill(path, spec: ParamSpec) -> jax.Array:
         return fill_leaf(spec.shape, dtype, target(sharding, spec), by_leaf[path_name(path)], pieces, progress)
 
     return jax.tree_util.tree_map_with_path(fill, abstract_params(config))
+
+
+def check_dtype(dtype: np.dtype) -> None:
+    """Raises ValueError for a type that parameters are not held in."""
+    if dtype not in (np.dtype(np.float32), files.DTYPES["BF16"]):
+        raise ValueError(f"dtype={dtype} must be float32 or bfloat16")
 
 
 def target(sharding: Target, spec: ParamSpec) -> jax.sharding.Sharding:

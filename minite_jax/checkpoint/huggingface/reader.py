@@ -12,7 +12,14 @@ from absl import logging
 from minite_jax.checkpoint.errors import CheckpointError
 from minite_jax.checkpoint.huggingface import files
 from minite_jax.checkpoint.huggingface.config import read_config, read_json
-from minite_jax.checkpoint.huggingface.filling import Target, fill_leaf, fill_params, finite_in, group_by_leaf
+from minite_jax.checkpoint.huggingface.filling import (
+    Target,
+    check_dtype,
+    fill_leaf,
+    fill_params,
+    finite_in,
+    group_by_leaf,
+)
 from minite_jax.checkpoint.huggingface.names import Placement, is_harmless, placements
 from minite_jax.checkpoint.leaves import shorten
 from minite_jax.model.config import ModelConfig
@@ -149,7 +156,9 @@ def load_huggingface(
         unlike the input embedding. Names file and tensor.
       ValueError: another dtype.
     """
-    opened, dtype = open_folder(folder), np.dtype(dtype)
+    dtype = np.dtype(dtype)
+    check_dtype(dtype)
+    opened = open_folder(folder)
     check_tied_head(opened.config, opened.tensors)
 
     def pieces(each: Placement):
