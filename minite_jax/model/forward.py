@@ -19,7 +19,8 @@ from minite_jax.model.cache import PagedCache
 from minite_jax.model.moe import moe
 from minite_jax.model.policy import Policy, Weight
 from minite_jax.model.rope import angle_tables
-from minite_jax.precision.activation import gated, normed
+from minite_jax.model.taps import Taps
+from minite_jax.precision.activation import activation, gated, normed
 from minite_jax.precision.bias import add_bias
 from minite_jax.precision.linear import linear, stored_value
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, KINDS, MLP
@@ -31,6 +32,7 @@ from pallas_kernels.numerics import round_to
 from pallas_kernels.qk_norm_rotary import qk_norm_rotary
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rotary import rotary
+from pallas_kernels.silu_mul import silu_mul
 
 
 def _add(x_MD, y_MD):
@@ -60,7 +62,7 @@ class _Places:
     slots: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None
 
 
-def _attention_block(config, format, weights, x, places, pages):
+def _attention_block(config, format, weights, x, places, pages, taps):
     """Projections, biases and norms where the model has them, rotation, attention of an `Activation`. Returns the block's output
     and, with a cache, this layer's pages of keys and values.
     """
@@ -70,14 +72,18 @@ def _attention_block(config, format, weights, x, places, pages):
     qkv_MF = linear(format, x, weights["qkv"].stored, weights["qkv"].master)
     if config.attention_bias:
         qkv_MF = add_bias(qkv_MF, _value(weights["qkv_bias"]))
+    qkv_MF = taps("attention/qkv", qkv_MF)
     qkv_MHK = qkv_MF.reshape(-1, H + 2 * N, K)
     if config.qk_norm:
         norms = (_value(weights["q_norm"]), _value(weights["k_norm"]))
         sizes = dict(num_heads=H, num_kv_heads=N, eps=config.rms_norm_eps)
         q_MHK, k_MNK, v_MNK = qk_norm_rotary(qkv_MHK, *norms, *places.angles, **sizes)
+        for which, name in enumerate(("attention/q_norm", "attention/k_norm")):
+            taps.beside(name, lambda *x, which=which: _normed_heads(*x, **sizes)[which], qkv_MHK, *norms, *places.angles)
     else:
         q_MHK, k_MNK, v_MNK = jnp.split(qkv_MHK, (H, H + N), axis=1)
         q_MHK, k_MNK = rotary(q_MHK, *places.angles), rotary(k_MNK, *places.angles)
+    q_MHK, k_MNK = taps("attention/q", q_MHK), taps("attention/k", k_MNK)
     q_BTHK = q_MHK.reshape(batch, length, H, K)
     k_BTNK, v_BTNK = k_MNK.reshape(batch, length, N, K), v_MNK.reshape(batch, length, N, K)
     if pages is None:
@@ -85,36 +91,61 @@ def _attention_block(config, format, weights, x, places, pages):
     else:
         pages = tuple(cache_lib.write(old, new, places.slots) for old, new in zip(pages, (k_BTNK, v_BTNK), strict=True))
         out_BTHK = paged_attention(q_BTHK, *pages, places.tables, places.positions)
-    out_MD = linear(format, out_BTHK.reshape(batch * length, H * K), weights["o"].stored, weights["o"].master)
+    heads_MF = out_BTHK.reshape(batch * length, H * K)
+    heads = taps.operand("attention/heads", format, activation(format, heads_MF), lambda x: x, heads_MF)
+    out_MD = linear(format, heads, weights["o"].stored, weights["o"].master)
     if config.attention_bias:
         out_MD = add_bias(out_MD, _value(weights["o_bias"]))
-    return out_MD, pages
+    return taps("attention/o", out_MD), pages
 
 
-def _mlp_block(config, format, weights, x, is_moe):
+def _normed_heads(qkv_MHK, q_weight, k_weight, cos_MK, sin_MK, **sizes):
+    """Queries and keys before they are turned: turned by an angle of 0."""
+    return qk_norm_rotary(qkv_MHK, q_weight, k_weight, jnp.ones_like(cos_MK), jnp.zeros_like(sin_MK), **sizes)
+
+
+def _mlp_block(config, format, weights, x, is_moe, taps):
     """Gate, up and down, or the experts, of an `Activation`."""
     if is_moe:
-        return moe(config, format, weights, x)
-    gate_up_MF = linear(format, x, weights["gate_up"].stored, weights["gate_up"].master)
-    return linear(format, gated(format, gate_up_MF), weights["down"].stored, weights["down"].master)
+        return moe(config, format, weights, x, taps)
+    gate_up_MF = taps("mlp/gate_up", linear(format, x, weights["gate_up"].stored, weights["gate_up"].master))
+    x = taps.operand("mlp/gated", format, gated(format, gate_up_MF), silu_mul, gate_up_MF)
+    return taps("mlp/down", linear(format, x, weights["down"].stored, weights["down"].master))
 
 
-def _layer(policy, layer, weights, stream, pages, *, places, one_part):
+def _layer(policy, layer, weights, stream, pages, *, places, one_part, taps):
     """One layer. The residual stream comes and goes as (x, what the last block adds to it), since the norm that reads the sum
     adds the two in its own kernel; with `one_part` it goes as (sum, None).
+
+    Returns the stream, and this layer's pages beside the tensors that were wanted of it (a layer may be traced more than once, in
+    a loop or for a gradient, so they are returned like everything else).
     """
     config = policy.config
+    taps = taps.in_layer(policy, layer)
     # The scopes are for profiles: an operation's name tells which part of the model it belongs to.
     with jax.named_scope("attention"):
         format, weight = policy.format_of(ATTENTION, layer), _value(weights["attention_norm"])
-        x_MD, x = normed(format, *stream, weight, eps=config.rms_norm_eps)
-        block_MD, pages = _attention_block(config, format, weights, x, places, pages)
+        x_MD, x = _normed(config, format, stream, weight, taps, ("input", "attention/norm"))
+        block_MD, pages = _attention_block(config, format, weights, x, places, pages, taps)
     is_moe = config.is_moe_layer(layer)
-    with jax.named_scope("moe" if is_moe else "mlp"):
+    with jax.named_scope(block := "moe" if is_moe else "mlp"):
         format, weight = policy.format_of(EXPERTS if is_moe else MLP, layer), _value(weights["mlp_norm"])
-        x_MD, x = normed(format, x_MD, block_MD, weight, eps=config.rms_norm_eps, keep=is_moe)
-        block_MD = _mlp_block(config, format, weights, x, is_moe)
-        return (_add(x_MD, block_MD), None) if one_part else (x_MD, block_MD), pages
+        names = ("attention/stream", f"{block}/norm")
+        x_MD, x = _normed(config, format, (x_MD, block_MD), weight, taps, names, keep=is_moe)
+        block_MD = _mlp_block(config, format, weights, x, is_moe, taps)
+        return (_add(x_MD, block_MD), None) if one_part else (x_MD, block_MD), (pages, taps.tensors)
+
+
+def _normed(config, format, stream, weight, taps, names, keep=False):
+    """The sum of the stream's parts, and its norm as an `Activation`."""
+    sum_name, norm_name = names
+    if sum_name in taps.edits:  # the sum must be there before the kernel that would add it
+        stream = (taps(sum_name, stream[0] if stream[1] is None else _add(*stream)), None)
+    eps = config.rms_norm_eps
+    x_MD, x = normed(format, *stream, weight, eps=eps, keep=keep)
+    if sum_name not in taps.edits:
+        taps(sum_name, x_MD)
+    return x_MD, taps.operand(norm_name, format, x, lambda x, w: add_rms_norm(x, None, w, eps=eps)[1], x_MD, weight)
 
 
 def hidden_states(
@@ -126,6 +157,7 @@ def hidden_states(
     num_new: Int[Array, "B"] | None = None,
     scan_layers: bool | None = None,
     remat: bool = False,
+    taps: Taps | None = None,
 ) -> tuple[Float[Array, "B T D"], PagedCache | None]:
     """Hidden states after the final norm, for a whole batch from its start or for the next tokens of a cache.
 
@@ -141,6 +173,7 @@ def hidden_states(
         as one layer does; False: one after another, which copies no weights and no pages. Same bits. None: a loop, except on a
         GPU, where the copies would cost more time than the layers' kernels.
       remat: recompute each layer in the backward instead of keeping its residuals. Same bits.
+      taps: which named tensors to hand out (into ``taps.tensors``) or to replace. Those handed out change no bit of the result.
 
     Returns:
       Hidden states [B, T, D] in the recipe's type, and the cache with `num_new` more tokens (None without a cache). NaN
@@ -152,6 +185,7 @@ def hidden_states(
     config = policy.config
     batch, length = tokens.shape
     weights = policy.paired_weights()
+    taps = Taps() if taps is None else taps
     if 0 in tokens.shape:
         raise ValueError(f"tokens of shape {tokens.shape} hold nothing to compute; give at least one sequence of one token")
     if cache is None:
@@ -166,19 +200,26 @@ def hidden_states(
         cache, places = _places_in_cache(config, cache, length, num_new)
 
     with jax.named_scope("embed"):
-        x_MD = embed(tokens.reshape(-1), weights["embed"].stored, master=weights["embed"].master)
+        x_MD = taps("embed", embed(tokens.reshape(-1), weights["embed"].stored, master=weights["embed"].master))
     pages = [None] * config.num_hidden_layers if cache is None else list(zip(cache.keys, cache.values, strict=True))
     shape = policy.replace(weights=None, masters=None)
     scan_layers = jax.default_backend() != "gpu" if scan_layers is None else scan_layers
     stream, new_pages = (x_MD, None), []
-    for first, last in _runs(policy) if scan_layers else ((i, i + 1) for i in range(config.num_hidden_layers)):
+    for first, last in _runs(policy, taps) if scan_layers else ((i, i + 1) for i in range(config.num_hidden_layers)):
         # Between layers of a loop, and where the backward starts again, the stream is one array: two would be kept in its place.
-        layer = functools.partial(_layer, shape, first, places=places, one_part=scan_layers or remat)
+        layer = functools.partial(_layer, shape, first, places=places, one_part=scan_layers or remat, taps=taps)
         layer = jax.checkpoint(layer) if remat else layer
-        stream, written = _run_layers(layer, weights["layers"][first:last], stream, pages[first:last])
-        new_pages += written
+        stream, given = _run_layers(layer, weights["layers"][first:last], stream, pages[first:last])
+        new_pages += [written for written, _ in given]
+        for i, (_, tensors) in enumerate(given, start=first):
+            taps.collect(i, tensors)
     with jax.named_scope("head"):
-        _, hidden_MD = add_rms_norm(*stream, _value(weights["final_norm"]), eps=config.rms_norm_eps)
+        if "final/stream" in taps.edits:
+            stream = (taps("final/stream", stream[0] if stream[1] is None else _add(*stream)), None)
+        x_MD, hidden_MD = add_rms_norm(*stream, _value(weights["final_norm"]), eps=config.rms_norm_eps)
+        if "final/stream" not in taps.edits:
+            taps("final/stream", x_MD)
+        hidden_MD = taps("final/norm", hidden_MD)
     if cache is not None:
         keys, values = zip(*new_pages, strict=True)
         cache = cache.replace(keys=keys, values=values)
@@ -212,11 +253,14 @@ def _places_in_cache(config, cache, length, num_new_B):
     )
 
 
-def _runs(policy: Policy) -> list[tuple[int, int]]:
-    """Cuts the layers into the longest runs (first, last + 1) of one kind, MoE or dense, whose matmuls have the same formats."""
+def _runs(policy: Policy, taps: Taps) -> list[tuple[int, int]]:
+    """Cuts the layers into the longest runs (first, last + 1) of one kind, MoE or dense, whose matmuls have the same formats and
+    of which the same tensors are wanted.
+    """
     config = policy.config
     programs = [
-        (config.is_moe_layer(i), *(policy.format_of(kind, i) for kind in KINDS)) for i in range(config.num_hidden_layers)
+        (config.is_moe_layer(i), *(policy.format_of(kind, i) for kind in KINDS), taps.in_layer(policy, i).program)
+        for i in range(config.num_hidden_layers)
     ]
     starts = [i for i, each in enumerate(programs) if i == 0 or each != programs[i - 1]]
     return list(zip(starts, [*starts[1:], len(programs)], strict=True))
@@ -226,14 +270,14 @@ def _run_layers(layer, weights, stream, pages):
     """Applies layers of one kind and format one after another. Several become one loop, so that compiling does not grow with
     depth.
 
-    Returns the residual stream and each layer's pages (None without a cache).
+    Returns the residual stream, and of each layer its pages (None without a cache) and the tensors that were wanted of it.
     """
     if len(weights) == 1:
-        stream, written = layer(weights[0], stream, pages[0])
-        return stream, [written]
+        stream, given = layer(weights[0], stream, pages[0])
+        return stream, [given]
     stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
-    stream, written = lax.scan(lambda stream, each: layer(each[0], stream, each[1]), stream, (stack(weights), stack(pages)))
-    return stream, [jax.tree.map(lambda leaf, i=i: leaf[i], written) for i in range(len(weights))]
+    stream, given = lax.scan(lambda stream, each: layer(each[0], stream, each[1]), stream, (stack(weights), stack(pages)))
+    return stream, [jax.tree.map(lambda leaf, i=i: leaf[i], given) for i in range(len(weights))]
 
 
 def output_head(policy: Policy) -> Weight:
@@ -263,6 +307,7 @@ def scored_tokens(
     *,
     positions: Int[Array, "B T"] | None = None,
     remat: bool = False,
+    taps: Taps | None = None,
 ) -> tuple[Float[Array, "B T1"], Float[Array, "B T1"]]:
     """Log-probs of tokens 1..T-1 given what lies before them, and the entropies of the distributions; differentiable.
 
@@ -274,22 +319,26 @@ def scored_tokens(
       truncation: the sampler's temperature, top-k and top-p: see `pallas_kernels.log_prob.api`.
       positions: see `hidden_states`. Where a sequence ends inside a row, the column of its last token scores what follows, which
         is no token of that sequence: mask it.
-      remat: see `hidden_states`.
+      remat, taps: see `hidden_states`. Tensors of the head have one row for each column of the result.
 
     Returns:
       Log-probs and entropies, each [B, T-1] float32 nats.
     """
-    hidden_BTD, _ = hidden_states(policy, tokens, positions=positions, remat=remat)
+    taps = Taps() if taps is None else taps
+    hidden_BTD, _ = hidden_states(policy, tokens, positions=positions, remat=remat, taps=taps)
     batch, length, width = hidden_BTD.shape
     head = output_head(policy)
+    hidden_MD = hidden_BTD[:, :-1].reshape(batch * (length - 1), width)
+    taps.beside("final/logits", functools.partial(logits_of, policy), hidden_MD)
     with jax.named_scope("head"):
         log_prob_M, entropy_M = token_log_prob(
-            hidden_BTD[:, :-1].reshape(batch * (length - 1), width),
+            hidden_MD,
             head.stored,
             tokens[:, 1:].reshape(-1),
             truncation,
             head_master=head.master,
         )
+    log_prob_M, entropy_M = taps("final/log_prob", log_prob_M), taps("final/entropy", entropy_M)
     return log_prob_M.reshape(batch, length - 1), entropy_M.reshape(batch, length - 1)
 
 

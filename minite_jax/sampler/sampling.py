@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from minite_jax.model.cache import PagedCache, init_cache, pages_for_samples
 from minite_jax.model.forward import hidden_states, logits_of
 from minite_jax.model.policy import Policy
+from minite_jax.model.taps import Taps
 from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits, sample_tokens
 
 FINISH_LENGTH, FINISH_STOP = 0, 1
@@ -280,10 +281,11 @@ def request_keys(key, request_ids: UInt[Array, "P"], n: int):
     return fold_in(jnp.repeat(key_P, n), jnp.tile(jnp.arange(n), request_ids.shape[0]))
 
 
-def _prefill(policy, tokens_PL, length_P, params, chunk):
+def _prefill(policy, tokens_PL, length_P, params, chunk, taps=None):
     """Fills a cache with the prompts. Returns it and the hidden state of each prompt's last token.
 
-    The cache's pool has room for the samples too: as many pages as they can ever have at once, so it cannot run out.
+    The cache's pool has room for the samples too: as many pages as they can ever have at once, so it cannot run out. With taps
+    the prompts go in one chunk.
     """
     num_prompts, slots = tokens_PL.shape
     num_pages = pages_for_samples(num_prompts, params.n, slots, params.max_tokens)
@@ -292,7 +294,7 @@ def _prefill(policy, tokens_PL, length_P, params, chunk):
     for start in range(0, slots, chunk):
         tokens_PT = tokens_PL[:, start : start + chunk]
         num_new_P = jnp.clip(length_P - start, 0, tokens_PT.shape[1])
-        hidden_PTD, cache = hidden_states(policy, tokens_PT, cache, num_new=num_new_P)
+        hidden_PTD, cache = hidden_states(policy, tokens_PT, cache, num_new=num_new_P, taps=taps)
         here_P = (length_P > start) & (length_P <= start + chunk)
         column_P = jnp.clip(length_P - 1 - start, 0, tokens_PT.shape[1] - 1)
         last_PD = jnp.where(here_P[:, None], hidden_PTD[jnp.arange(num_prompts), column_P], last_PD)
@@ -321,11 +323,11 @@ class _Decoding:
     done: Bool[Array, "B"]
 
 
-def _start(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk):
+def start_sampling(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk, taps: Taps | None = None):
     """Keys [B] of the samples, and their state before the first token."""
     num_prompts, slots = tokens_PL.shape
     batch, new_slots = num_prompts * params.n, params.max_tokens
-    cache, last_PD = _prefill(policy, tokens_PL, length_P, params, prefill_chunk or slots)
+    cache, last_PD = _prefill(policy, tokens_PL, length_P, params, prefill_chunk or slots, taps)
     blank_BC = jnp.zeros((batch, new_slots), jnp.int32)
     state = _Decoding(
         step=jnp.int32(0),
@@ -339,20 +341,27 @@ def _start(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk):
     return request_keys(key, request_P, params.n), state
 
 
-def _step(policy, key_B, state, params):
-    """Draws the next token of every sample and runs it through the model."""
+def next_token(policy, key_B, state, params, taps: Taps | None = None):
+    """Draws the next token of every sample and runs it through the model. Taps get logits and log-probs of the tokens drawn, and
+    the other tensors of the run that follows.
+    """
+    taps = Taps() if taps is None else taps
     stop_ids = jnp.asarray(params.stop_ids, jnp.int32)
-    logits_BV = logits_of(policy, state.last)
+    logits_BV = taps("final/logits", logits_of(policy, state.last))
     with jax.named_scope("sample"):
         kept_BV = kept_tokens(logits_BV, params.truncation)
         step_key_B = jax.vmap(jax.random.fold_in, (0, None))(key_B, state.step)
         token_B = sample_tokens(logits_BV, step_key_B, params.truncation, kept_BV)
-        log_prob_B, _ = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
+        log_prob_B, entropy_B = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
+    log_prob_B = taps("final/log_prob", log_prob_B)
+    taps("final/entropy", entropy_B)
     alive_B = ~state.done
     done_B = state.done | jnp.any(token_B[:, None] == stop_ids[None, :], axis=1)
     # A finished sample's row goes on, without pages, and nobody reads what comes of it.
     cache = state.cache.release(done_B)
-    hidden_B1D, cache = hidden_states(policy, token_B[:, None], cache, num_new=(~done_B).astype(jnp.int32))
+    hidden_B1D, cache = hidden_states(
+        policy, token_B[:, None], cache, num_new=(~done_B).astype(jnp.int32), taps=taps
+    )
     return _Decoding(
         step=state.step + 1,
         cache=cache,
@@ -365,8 +374,8 @@ def _step(policy, key_B, state, params):
 
 
 # For `stream`. The cache is handed from step to step in place.
-_start_jit = jax.jit(_start, static_argnames=("params", "prefill_chunk"))
-_step_jit = jax.jit(_step, static_argnames=("params",), donate_argnames=("state",))
+_start_jit = jax.jit(start_sampling, static_argnames=("params", "prefill_chunk"))
+_step_jit = jax.jit(next_token, static_argnames=("params",), donate_argnames=("state",))
 
 
 @functools.partial(jax.jit, static_argnames=("params", "prefill_chunk"))
@@ -380,10 +389,10 @@ def generate(
     prefill_chunk: int | None = None,
 ) -> Rollouts:
     """`sample` on padded arrays: pure, jitted, no host round trip per token."""
-    key_B, state = _start(policy, tokens, lengths, request_ids, key, params, prefill_chunk)
+    key_B, state = start_sampling(policy, tokens, lengths, request_ids, key, params, prefill_chunk)
     state = lax.while_loop(
         lambda state: (state.step < params.max_tokens) & ~jnp.all(state.done),
-        lambda state: _step(policy, key_B, state, params),
+        lambda state: next_token(policy, key_B, state, params),
         state,
     )
     return Rollouts(
