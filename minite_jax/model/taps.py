@@ -176,6 +176,6 @@ def _edited(name: str, edit: Edit, value):
     result = edit(value)
     if (result.shape, result.dtype) != (value.shape, value.dtype):
         raise ValueError(
-            f"the edit of {name} gave {result.dtype} {result.shape}; the forward needs {value.dtype} {tuple(value.shape)}"
+            f"an edit of {name} gave {result.dtype} {result.shape}; the forward needs {value.dtype} {tuple(value.shape)}"
         )
     return result

@@ -9,6 +9,7 @@ import pytest
 
 import minite_jax as mt
 from minite_jax.diagnostics import trace as trace_lib
+from minite_jax.diagnostics.alignment import dequantized
 from minite_jax.diagnostics.trace_file import TraceError
 from minite_jax.model import Taps, hidden_states, pack, scored_tokens, taps, tensor_names, tiny_dense, tiny_moe
 from pallas_kernels.log_prob import Truncation
@@ -62,9 +63,9 @@ def test_tensors_belong_together(world):
     trace = world.trace
     assert_same(read("layer.0/input"), read("embed"))
     codes, scale, outer = (read(f"layer.1/moe/experts/gated{part}").astype(np.float32) for part in taps.PARTS)
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes.astype(int) & 7] * np.repeat(scale, 16, -1) * outer[..., None]
+    values = dequantized(codes.astype(np.uint8), scale, outer)
     plain = read("layer.1/moe/experts/gated").astype(np.float32)
-    assert np.abs(np.abs(plain) - values).max() <= 32 * outer.max() and np.corrcoef(np.abs(plain).ravel(), values.ravel())[0, 1] > 0.98
+    assert np.linalg.norm(values - plain) < 0.15 * np.linalg.norm(plain)  # FP4 rounds by a tenth
     probs, weights, experts = (read(f"layer.1/moe/router/{name}") for name in ("probs", "weights", "experts"))
     chosen = np.take_along_axis(probs, experts, axis=1)
     np.testing.assert_allclose(weights, chosen / chosen.sum(1, keepdims=True), rtol=1e-6)
@@ -103,6 +104,7 @@ def test_the_samplers_tensors_are_the_learners(world):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_sampling_is_traced_as_it_happens(world):
     policy = world.policy
     prompts, params = [[1, 2, 3], [4, 5, 6, 7, 8]], mt.SamplingParams(max_tokens=4, stop_ids=tuple(range(0, 256, 3)))
@@ -126,6 +128,7 @@ def test_sampling_is_traced_as_it_happens(world):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_inside_a_gradient_under_remat(world):
     policy, params = world.policy, world.params
 
@@ -167,7 +170,7 @@ def test_edits(world):
 
     with pytest.raises(ValueError, match="q_norm is computed beside the forward"):
         edited("layer.1/attention/q_norm", lambda x: x)
-    with pytest.raises(ValueError, match="the edit of layer.1/attention/qkv gave float32"):
+    with pytest.raises(ValueError, match="an edit of attention/qkv gave float32"):
         edited("layer.1/attention/qkv", lambda x: x.astype(jnp.float32))
 
 
