@@ -11,9 +11,9 @@ error |b - a| / |a|, u the unit roundoff of the coarser type.
 
 * A matmul, norm, gate or rotation passes relative errors on about as they are, and rounds: expected = max e(inputs) + 2 u.
 * A sum passes absolute errors on: |d1| + |d2| + 2 u (|x1| + |x2| + |sum|).
-* Rounding to FP4 turns an error into flips of a few codes by a whole step: expected = e + sqrt(e / 4) + 2 u.
+* Rounding to FP4 turns an error into flips of codes and scales by a whole step: expected = e + sqrt(e) + 2 u.
 * Attention reads the rows before: their largest error counts.
-* Router probabilities: an exponential's relative error is the logit's absolute one: twice the input's, and bfloat16's u.
+* Router probabilities: an exponential's relative error is the logit's absolute one: 4 (e + 2 u), with bfloat16's u.
 
 The excess of a row is error / expected; of a tensor, its largest row's. What a trained model amplifies, it amplifies in every
 layer, so excess is divided by the median excess of the same operation in the other layers, where there are at least three (never
@@ -320,9 +320,9 @@ def _excess(pair: Pair, errors: _Errors, moved: dict[int, np.ndarray]) -> np.nda
         source = np.nan_to_num(np.max([each[0] for each in inputs], axis=0)) if inputs else np.zeros(len(codes))
         if local == "attention/heads":
             source = _largest_so_far(source, pair.rows)
-        expected = source + (np.sqrt(source / 4) if quantized else 0.0) + u
+        expected = source + (np.sqrt(source) if quantized else 0.0) + u
         if local in ("moe/router/probs", "moe/router/weights"):  # an exponential: its relative error is the logit's absolute one
-            expected = 2 * (source + _BFLOAT16)
+            expected = 4 * (source + _BFLOAT16)
     with np.errstate(invalid="ignore"):
         excess = np.where((error == 0) | np.isinf(expected), 0.0, error / expected)
     return np.where(np.isin(codes, moved.get(layer, [])), 0.0, excess) if local == "moe/out" else excess

@@ -43,7 +43,7 @@ def layer_tensors(policy: Policy, layer: int) -> list[str]:
     names += ["attention/q_norm", "attention/k_norm"] if config.qk_norm else []
     names += ["attention/q", "attention/k", *operand("attention/heads", ATTENTION), "attention/o", "attention/stream"]
     if config.is_moe_layer(layer):
-        names += [*operand("moe/norm", EXPERTS), "moe/router/probs", "moe/router/weights", "moe/router/experts"]
+        names += [*operand("moe/norm", EXPERTS), "moe/router/probs", "moe/router/experts", "moe/router/weights"]
         names += ["moe/experts/gate_up", *operand("moe/experts/gated", EXPERTS), "moe/experts/down", "moe/out"]
     else:
         names += [*operand("mlp/norm", MLP), "mlp/gate_up", *operand("mlp/gated", MLP), "mlp/down"]

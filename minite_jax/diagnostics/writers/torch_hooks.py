@@ -72,7 +72,7 @@ VLLM = {
 _ORDER = (
     "input", "attention/norm", "attention/qkv", "attention/q_proj", "attention/k_proj", "attention/v_proj", "attention/q_norm",
     "attention/k_norm", "attention/q", "attention/k", "attention/heads", "attention/o", "attention/stream", "moe/norm",
-    "moe/router/logits", "moe/router/weights", "moe/router/experts", "moe/out", "mlp/norm", "mlp/gate", "mlp/up", "mlp/gate_up",
+    "moe/router/logits", "moe/router/experts", "moe/router/weights", "moe/out", "mlp/norm", "mlp/gate", "mlp/up", "mlp/gate_up",
     "mlp/gated", "mlp/down",
 )  # fmt: skip
 _DTYPES = {
