@@ -35,7 +35,6 @@ from experiments.kernels.cases import FULL, QUICK
 from experiments.kernels.peers import Peers
 from experiments.timing import Calls, TimingError, time_jax
 from minite_jax.errors import UserError
-from minite_jax.metrics.provenance import provenance
 from minite_jax.metrics.results import by_section, format_cell, heading, write_results
 from minite_jax.optional import require
 from pallas_kernels import tuning
@@ -44,8 +43,8 @@ _ONLY = flags.DEFINE_list("only", list(suites.SUITES), "Suites to run, separated
 _OUT = cli.out_flag()
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Measurements of each time; the median counts.", lower_bound=1)
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes and few repeats: to try the script where there is no GPU.")
-_MINUTES = flags.DEFINE_float("minutes", None, "tune: start nothing new after so many minutes; run again to go on.")
-_REVISION = flags.DEFINE_string("revision", None, "Git revision, where the source is a copy without its own history.")
+_MINUTES = cli.minutes_flag()  # of `tune`
+cli.revision_flag()
 
 _MODEL = flags.DEFINE_enum("model", "qwen3_30b_a3b", ("qwen3_30b_a3b", "qwen3_8b"), "step: whose width and vocabulary.")
 _LAYERS = flags.DEFINE_integer("layers", 4, "step: how many layers.", lower_bound=1)
@@ -73,10 +72,8 @@ def chosen_suites(names: list[str]) -> tuple[str, ...]:
 
 def origin(peers: Peers) -> dict:
     """Where the figures come from, with PyTorch's version and the revision that was given."""
-    found = provenance()
+    found = cli.origin()
     found["versions"] = {**found["versions"], "torch": peers.version}
-    if _REVISION.value is not None:
-        found |= dict(revision=_REVISION.value, dirty=False)
     return found
 
 

@@ -26,6 +26,7 @@ from absl import app, flags
 
 from minite_jax.checkpoint.config import flat_fields, to_plain
 from minite_jax.errors import UserError
+from minite_jax.metrics.provenance import provenance
 from minite_jax.optional import require
 from pallas_kernels import dispatch
 
@@ -85,6 +86,26 @@ def recipe_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder
     return flags.DEFINE_string(
         "recipe", None, "Precision recipe. Default: the run's own; else bf16, or nvfp4 where NVFP4 is written.", flag_values
     )
+
+
+@functools.cache
+def minutes_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--minutes`, after which a script begins nothing new; a second call gives the same flag."""
+    help = "Start nothing new after so many minutes; run again to go on."
+    return flags.DEFINE_float("minutes", None, help, flag_values=flag_values)
+
+
+@functools.cache
+def revision_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--revision`, see `origin`; a second call gives the same flag."""
+    help = "Git revision, where the source is a copy without its own history."
+    return flags.DEFINE_string("revision", None, help, flag_values)
+
+
+def origin() -> dict:
+    """Where the figures of this process come from (`minite_jax.metrics.provenance`), with the revision that was given."""
+    found, revision = provenance(), revision_flag().value
+    return found if revision is None else found | dict(revision=revision, dirty=False)
 
 
 def run(

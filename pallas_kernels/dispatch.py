@@ -3,11 +3,15 @@
 "reference": plain jnp, the specification, on every device. "triton": kernels for NVIDIA GPUs. "mosaic": Pallas kernels for
 Hopper, which the matmuls of bfloat16 and E4M3 have. The default is a kernel on a GPU and "reference" elsewhere; `prefer` changes
 it for a whole program, and every operation takes ``implementation=``.
+
+`planned` lets a machine without a GPU trace the programs that a GPU would run, to look at them: their shapes, their memory.
 """
 
+import contextlib
 import functools
 import importlib
 import logging
+from collections.abc import Iterator
 from types import ModuleType
 
 import jax
@@ -16,6 +20,7 @@ IMPLEMENTATIONS = ("reference", "triton", "mosaic")
 
 _logger = logging.getLogger("pallas_kernels")
 _preferred: str | None = None
+_planned: int | None = None
 
 
 def prefer(implementation: str | None) -> None:
@@ -30,6 +35,33 @@ def prefer(implementation: str | None) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     _preferred = implementation
+
+
+@contextlib.contextmanager
+def planned(capability: int) -> Iterator[None]:
+    """Within it programs are traced as a GPU of this compute capability (90, 100, 103) would run them, whatever is here.
+
+    They can be traced and not run: kernels are operations without an implementation (`gpu.launch_p`). What JAX has traced is
+    thrown away before and after, so that no program for the one device is taken for the other's.
+    """
+    global _planned
+    jax.clear_caches()
+    before, _planned = _planned, capability
+    try:
+        yield
+    finally:
+        _planned = before
+        jax.clear_caches()
+
+
+def planned_capability() -> int | None:
+    """The compute capability that programs are planned for, None outside of `planned`."""
+    return _planned
+
+
+def platform() -> str:
+    """What programs are traced for: "gpu", "cpu", ...: JAX's default backend, or "gpu" within `planned`."""
+    return jax.default_backend() if _planned is None else "gpu"
 
 
 @functools.cache
@@ -51,16 +83,17 @@ def resolve(
     Raises:
       NotImplementedError: the operation has no such implementation, or it does not run on this platform.
     """
-    platform = jax.default_backend()
-    chosen = implementation or _preferred or (gpu_default if platform == "gpu" else "reference")
+    here = platform()
+    chosen = implementation or _preferred or (gpu_default if here == "gpu" else "reference")
     if implementation is None and chosen not in available:
         # A preference for one kind of kernel means a kernel where there is only the other kind.
         chosen = "triton" if chosen == "mosaic" and "triton" in available else available[0]
     if chosen not in available:
         raise NotImplementedError(f"{op}: no implementation {chosen!r}; there is {', '.join(available)}")
-    if chosen != "reference" and platform != "gpu":
-        raise NotImplementedError(f"{op}: the {chosen} implementation needs a GPU, this is {platform}; choose 'reference'")
-    _announce(op, chosen, platform)
+    if chosen != "reference" and here != "gpu":
+        raise NotImplementedError(f"{op}: the {chosen} implementation needs a GPU, this is {here}; choose 'reference'")
+    if _planned is None:  # a plan runs nothing
+        _announce(op, chosen, here)
     return chosen
 
 

@@ -15,6 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+
+from pallas_kernels import dispatch
 
 # The pairs of versions that were run; jax-triton 0.4 wants triton 3.8 (see docs/kernels.md).
 _JAX_TRITON, _TRITON = "0.3", "3.6"
@@ -77,19 +80,35 @@ def _check_versions() -> None:
 
 
 def capability() -> int:
-    """Compute capability of the GPU at hand: 90, 100, 103."""
+    """Compute capability of the GPU at hand, or of the one that is planned for: 90, 100, 103."""
+    if (planned := dispatch.planned_capability()) is not None:
+        return planned
     major, minor = jax.devices("gpu")[0].compute_capability.split(".")
     return 10 * int(major) + int(minor)
 
 
 def on_hopper() -> bool:
     """Whether the device is one for which the Mosaic kernels are written."""
-    return jax.default_backend() == "gpu" and capability() == 90
+    return dispatch.platform() == "gpu" and capability() == 90
 
 
 def multiplies_codes() -> bool:
     """Whether the device's matmul reads NVFP4 activations best as codes: not on a GPU without FP4 units, which expands them."""
-    return jax.default_backend() != "gpu" or capability() >= 100
+    return dispatch.platform() != "gpu" or capability() >= 100
+
+
+# A kernel in a program that is planned and not run: arrays in, arrays out. It has no implementation.
+launch_p = Primitive("launch")
+launch_p.multiple_results = True
+launch_p.def_abstract_eval(
+    lambda *_, out_shape, **__: [jax.core.ShapedArray(shape, dtype) for shape, dtype in out_shape]
+)
+
+
+def plan(name: str, out_shape: Sequence[jax.ShapeDtypeStruct], *inputs: jax.Array | int) -> list[jax.Array]:
+    """A kernel in a program that is traced within `dispatch.planned`: what it reads and writes, and no more."""
+    shapes = tuple((each.shape, np.dtype(each.dtype)) for each in out_shape)
+    return launch_p.bind(*(x for x in inputs if not isinstance(x, int)), out_shape=shapes, name=name)
 
 
 def run(launch: Launch, *inputs: jax.Array | int) -> list[jax.Array]:
@@ -107,6 +126,8 @@ def run(launch: Launch, *inputs: jax.Array | int) -> list[jax.Array]:
     """
     if 0 in launch.grid:
         return [jnp.zeros(each.shape, each.dtype) for each in launch.out_shape]
+    if dispatch.planned_capability() is not None:
+        return plan(launch.kernel.__name__, launch.out_shape, *inputs)
     _check_versions()
     import jax_triton  # raises on a machine without a GPU, hence here
 

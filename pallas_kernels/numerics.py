@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch
+
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 # 2 ** f = 1 + c1 f + ... + c5 f ** 5 for |f| <= 0.5, relative error below 2^-23.3 (minimax with the constant held at 1).
@@ -71,7 +73,7 @@ def divide(numerator: Float[Array, "..."], denominator: Float[Array, "..."]) -> 
     # alone makes a batch of denominators before the barrier, and does not broadcast one behind it.
     denominator = jnp.where(numerator == numerator, denominator, denominator)
     quotient = numerator / lax.optimization_barrier(denominator)
-    return _nearest_quotient(numerator, denominator, quotient) if jax.default_backend() == "gpu" else quotient
+    return _nearest_quotient(numerator, denominator, quotient) if dispatch.platform() == "gpu" else quotient
 
 
 def _nearest_quotient(numerator, denominator, guess):

@@ -111,6 +111,6 @@ def resolve_matmul(
     gpu_default = "mosaic" if gpu.on_hopper() and fits else "triton"
     available = ("reference", "triton", "mosaic")
     name = op
-    if jax.default_backend() == "gpu":
+    if dispatch.platform() == "gpu":
         name = f"{op} in {jnp.dtype(dtype).name}{' of packed weights' if packed else ''}{' of gathered rows' if gathered else ''}"
     return dispatch.resolve(name, implementation, available, gpu_default=gpu_default)

@@ -84,13 +84,15 @@ def measure(config: ModelConfig, recipe: Any, settings: Settings) -> Iterator[St
     yield _learner(params, policy, settings)
 
 
-def _learner(params: dict, policy: mt.Policy, settings: Settings) -> Step:
+def learner(remat: bool) -> tuple[Any, Any]:
+    """The optimiser and the jitted update of GRPO, as training has them."""
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-6))
-    update = make_update(
-        optimizer,
-        lambda log_probs, batch: grpo_loss(log_probs, batch.sampler_log_probs, batch.advantages),
-        remat=settings.remat,
-    )
+    loss = lambda log_probs, batch: grpo_loss(log_probs, batch.sampler_log_probs, batch.advantages)  # noqa: E731
+    return optimizer, make_update(optimizer, loss, remat=remat)
+
+
+def _learner(params: dict, policy: mt.Policy, settings: Settings) -> Step:
+    optimizer, update = learner(settings.remat)
     rng = np.random.default_rng(0)
     shape = (settings.rows, settings.length)
     tokens = jnp.asarray(rng.integers(0, policy.config.vocab_size, shape), jnp.int32)

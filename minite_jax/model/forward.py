@@ -24,6 +24,7 @@ from minite_jax.precision.activation import activation, gated, normed
 from minite_jax.precision.bias import add_bias
 from minite_jax.precision.linear import linear, stored_value
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, KINDS, MLP
+from pallas_kernels import dispatch
 from pallas_kernels.attention import attention, paged_attention
 from pallas_kernels.embedding import embed
 from pallas_kernels.log_prob import Truncation, token_log_prob
@@ -203,7 +204,7 @@ def hidden_states(
         x_MD = taps("embed", embed(tokens.reshape(-1), weights["embed"].stored, master=weights["embed"].master))
     pages = [None] * config.num_hidden_layers if cache is None else list(zip(cache.keys, cache.values, strict=True))
     shape = policy.replace(weights=None, masters=None)
-    scan_layers = jax.default_backend() != "gpu" if scan_layers is None else scan_layers
+    scan_layers = dispatch.platform() != "gpu" if scan_layers is None else scan_layers
     stream, new_pages = (x_MD, None), []
     for first, last in _runs(policy, taps) if scan_layers else ((i, i + 1) for i in range(config.num_hidden_layers)):
         # Between layers of a loop, and where the backward starts again, the stream is one array: two would be kept in its place.

@@ -70,7 +70,7 @@ def _check(op: str, implementation: str, q, k, v) -> None:
         raise ValueError(f"{op}: q, k and v must have one type, not {q.dtype}, {k.dtype} and {v.dtype}")
     if implementation != "reference" and (q.shape[3] not in _KERNEL_HEAD_DIMS or q.dtype not in _KERNEL_DTYPES):
         raise NotImplementedError(
-            f"{op}: no {implementation} kernel for q of shape {q.shape} in {q.dtype} on {jax.default_backend()}: head dimensions "
+            f"{op}: no {implementation} kernel for q of shape {q.shape} in {q.dtype} on {dispatch.platform()}: head dimensions "
             f"are {', '.join(map(str, _KERNEL_HEAD_DIMS))}, types bfloat16 and float32; choose implementation='reference'"
         )
 

@@ -20,6 +20,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import dispatch, gpu
+
 _CHUNK_BYTES = 128  # of a row, loaded in a step or stored by one copy: the width of the swizzle
 _CHUNK_ROWS = 64
 _HOPPER_PROCESSORS = 132
@@ -318,6 +320,8 @@ def run(
       processors: thread blocks to start; None: as many as the device has processors.
       interpret: parameters of Pallas's interpreter, for a machine without a GPU.
     """
+    if dispatch.planned_capability() is not None:
+        return gpu.plan("mosaic", [out_type], *inputs)[0]
     if processors is None:
         device = jax.devices()[0]
         processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS
