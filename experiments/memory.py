@@ -6,8 +6,8 @@
     python -m experiments.memory calibrate --cases='update-*-2-*'  # some of them
     python -m experiments.memory page                              # docs/models.md again, from the files of the other two
 
-`--out` is the file to write, docs/benchmarks/memory_estimate.json and memory_DEVICE.json if not given. `calibrate` runs each case
-in a process of its own, because the peak that a device reports never falls, saves after each, and keeps what the file has from the
+`--out` is the file to write, by default docs/benchmarks/memory_estimate.json or memory_DEVICE.json. `calibrate` runs each case in
+a process of its own, because the peak that a device reports never falls, saves after each, and keeps what the file has from the
 same revision: run it again to go on. (`case` is what it starts.) `estimate` needs no GPU, but Triton's Python package (Linux).
 """
 

@@ -210,7 +210,7 @@ def _fixed(found: Footprint) -> np.ndarray:
 
 
 def _compared(found: Footprint) -> list[int]:
-    """Places of the operations that every number of rows has: not those of sums over rows, which are trees of a height of theirs."""
+    """Places of the operations that every number of rows has: not those of sums over rows, trees of their own height."""
     return [i for i, (name, scope) in enumerate(found.moments) if "optimizer" in scope or name not in _OF_TREES]
 
 

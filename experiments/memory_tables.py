@@ -41,7 +41,7 @@ COLUMNS = (
 NOTES = (
     f"GB are 10^9 bytes; an H200 has 141, of which {USABLE:.0%} are counted on. Everything is for one device. Update: "
     f"{_UPDATE_ROWS[0]} sequences of {_LENGTH} tokens on each device. Sampler: {_SAMPLE_ROWS[0]} sequences of {_PROMPT} + "
-    f"{_LENGTH - _PROMPT} tokens, {_SAMPLES} of each prompt, prompts read at once. On 8 GPUs experts are divided, each device has "
+    f"{_LENGTH - _PROMPT} tokens, {_SAMPLES} of each prompt, prompts read at once. On 8 GPUs experts are divided, each has "
     "the rest and as many tokens as its experts get from all (routing in balance); what travels between devices is not counted. "
     '"8, rest divided": masters, optimiser and gradients of the rest divided too, stored weights whole.'
 )
