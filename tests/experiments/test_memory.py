@@ -89,7 +89,8 @@ def _run(mode):
 def test_parts_are_the_bytes_of_real_arrays():
     found = _run("parts")
     assert found["parts"] == found["real"]
-    assert found["arguments"] == found["given"]
+    angles = 2 * 128 * 8 * 4  # cosines and sines of 128 positions: constants of the program
+    assert found["arguments"] == found["given"] + angles
 
 
 def test_parts_of_one_device_of_two():
@@ -132,7 +133,8 @@ def bench(monkeypatch, tmp_path):
     answers = {}
     monkeypatch.setattr(memory_calibration, "_run", run)
     monkeypatch.setattr(memory_calibration, "estimate", lambda case: type("Footprint", (), dict(peak=3e9)))
-    calibrate = functools.partial(memory_calibration.calibrate, memory_calibration.TINY, None, tmp_path, minutes=None, where=where)
+    settings = dict(minutes=None, where=where)
+    calibrate = functools.partial(memory_calibration.calibrate, memory_calibration.TINY, None, tmp_path, **settings)
     return type("Bench", (), dict(calibrate=calibrate, ran=ran, answers=answers, found=found, folder=tmp_path, where=where))
 
 
@@ -198,7 +200,8 @@ def test_wrong_flags(monkeypatch):
     from minite_jax.errors import UserError
 
     monkeypatch.setattr(memory.jax.config, "update", lambda *_: None)
-    with flagsaver.flagsaver(cases=["no-such-*"]), pytest.raises(UserError, match="names no case; there are update-qwen3_30b_a3b-2"):
+    message = "names no case; there are update-qwen3_30b_a3b-2"
+    with flagsaver.flagsaver(cases=["no-such-*"]), pytest.raises(UserError, match=message):
         memory.main(["memory", "calibrate"])
     with flagsaver.flagsaver(cases=["no-such"]), pytest.raises(UserError, match="no case 'no-such'"):
         memory.main(["memory", "case"])
