@@ -144,17 +144,18 @@ def estimate(case: Case, capability: int | None = HOPPER) -> Footprint:
         return estimate(case, None)
 
 
-# Layers of the programs that deeper ones are told from. Even, so that halves of a phase are whole layers.
+# Layers of the programs that deeper ones are told from.
 _SHALLOW = (2, 4)
+_LAYERS = "layers"
 _OF_TREES = {"slice", "add", "squeeze", "reshape", "pad", "concatenate"}
 
 
 class Growth:
-    """What a program needs for any number of rows and any even number of layers, told from four small ones.
+    """What a program needs for any number of rows and of layers, told from four small ones.
 
     Sizes grow evenly with the rows, and so does what is alive at each moment. With the layers the first and the last moments of a
-    phase (forward, head, backward, optimiser) grow evenly, and the most of a phase is near one of them: of the first half of its
-    operations or of the second. The tests compare it with the program of 8 layers.
+    phase (forward, head, backward, optimiser) grow evenly, and the most of a phase is at one of its ends: in the first layer that
+    it passes or in the last. The tests compare it with the program of 8 layers.
     """
 
     def __init__(self, case: Case, rows: tuple[int, int]):
@@ -174,6 +175,9 @@ class Growth:
             self.shallow.append(
                 (base, slope, _phases([first.moments[i] for i in compared]), outside[0] - rows[0] * per_row, per_row)
             )
+
+        cut = _windows(*(phases for _, _, phases, _, _ in self.shallow))
+        self.shallow = [(*each[:2], windows, *each[3:]) for each, windows in zip(self.shallow, cut, strict=True)]
 
     def peak(self, rows: int, layers: int) -> float:
         """Bytes at the peak."""
@@ -214,20 +218,28 @@ def _compared(found: Footprint) -> list[int]:
     return [i for i, (name, scope) in enumerate(found.moments) if "optimizer" in scope or name not in _OF_TREES]
 
 
-def _phases(moments: list[tuple[str, str]]) -> dict[tuple, np.ndarray]:
-    """Places of the operations of each half of each phase."""
+def _phases(moments: list[tuple[str, str]]) -> dict[str, np.ndarray]:
+    """Places of the operations of each phase."""
     places: dict[str, list[int]] = {}
     for place, (name, scope) in enumerate(moments):
-        outer = next((each for each in ("optimizer", "pack", "head", "embed", "sample") if each in scope), "layers")
+        outer = next((each for each in ("optimizer", "pack", "head", "embed", "sample") if each in scope), _LAYERS)
         phase = name if name == "while" else f"{outer}, {'backward' if 'transpose' in scope else 'forward'}"
         places.setdefault(phase, []).append(place)
-    halves = {}
-    for phase, each in places.items():
-        half = (len(each) + 1) // 2
-        halves[phase, 0] = np.array(each[:half])
-        if each[half:]:
-            halves[phase, 1] = np.array(each[half:])
-    return halves
+    return {phase: np.array(each) for phase, each in places.items()}
+
+
+def _windows(two: dict[str, np.ndarray], four: dict[str, np.ndarray]) -> list[dict[tuple, np.ndarray]]:
+    """The phases of programs of 2 and of 4 layers, those of the layers cut to the first and the last layer and a half."""
+    cut: list[dict[tuple, np.ndarray]] = [{}, {}]
+    for phase in two:
+        # So many operations in both: a window's moments are the same ones then.
+        width = 3 * (len(four[phase]) - len(two[phase])) // 4
+        for windows, places in zip(cut, (two[phase], four[phase]), strict=True):
+            if phase.startswith(_LAYERS) and 0 < width <= len(two[phase]):
+                windows[phase, "first"], windows[phase, "last"] = places[:width], places[-width:]
+            else:
+                windows[phase, "all"] = places
+    return cut
 
 
 @dataclasses.dataclass(frozen=True)

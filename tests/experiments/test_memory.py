@@ -67,8 +67,12 @@ def _deep() -> list:
     from experiments.memory_programs import Case, Growth, estimate
 
     rows = []
-    for changes in (dict(program="update", length=128), dict(program="sample", length=256, new_tokens=8, samples=2)):
-        case = Case(model="tiny_moe", layers=0, recipe="nvfp4", rows=4, **changes)
+    for changes in (
+        dict(program="update", model="tiny_moe", length=128),
+        dict(program="update", model="tiny_dense", length=128, remat=True),
+        dict(program="sample", model="tiny_moe", length=256, new_tokens=8, samples=2),
+    ):
+        case = Case(layers=0, recipe="nvfp4", rows=4, **changes)
         growth, found = Growth(case, (4, 16)), estimate(dataclasses.replace(case, layers=8, rows=8))
         most = growth.most_rows(found.peak, 8)
         told = [growth.peak(8, 8), *growth.outside(8, 8), growth.peak(most, 8), growth.peak(most + 1, 8)]
