@@ -7,7 +7,7 @@ A trace is a folder of named tensors (docs/trace_format.md) that another engine 
 `minite_jax/diagnostics/writers/torch_hooks.py`. In place of a trace, `--tokens`, `--first` and `--second` take a JSONL file of
 token ids and log-probs as RL frameworks write it. `compare` says what is different that no layer makes (tokens, positions,
 temperature, mask, vocabulary, weights), the first tensor that differs, and the first whose error its inputs do not explain. Its
-status is 0 where nothing points anywhere, 3 where something does.
+status is 0 where nothing points anywhere, 3 where something does. `--html=page.html` writes it with pictures on one page.
 """
 
 from pathlib import Path
@@ -20,22 +20,24 @@ from experiments import cli
 from minite_jax.diagnostics import causes
 from minite_jax.diagnostics.compare import ABRUPT, Comparison, Difference, compare
 from minite_jax.diagnostics.logs import read_log
+from minite_jax.diagnostics.report import write_report
 from minite_jax.diagnostics.trace_file import Trace, TraceError, open_trace
 from minite_jax.errors import UserError
 from minite_jax.optional import require
 from pallas_kernels.log_prob import Truncation
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "trace: workdir of a run, or folder of a model in Hugging Face's layout.")
-_RECIPE = flags.DEFINE_string("recipe", None, "trace: precision recipe. Default: the run's; bf16 for other models.")
+_CHECKPOINT = cli.checkpoint_flag()
+_RECIPE = cli.recipe_flag()
 _TOKENS = flags.DEFINE_string("tokens", None, "trace: trace or JSONL file whose sequences are run.")
 _TENSORS = flags.DEFINE_list("tensors", ["*"], "trace: patterns of names, such as 'layer.0/*,final/*'.")
 _POINT = flags.DEFINE_enum("point", "learner", ("learner", "sampler"), "trace: the forward of which side.")
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 1, "trace, sampler: tokens that are prefilled.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "trace: of the log-probs.")
+_TEMPERATURE = flags.DEFINE_float("log_prob_temperature", 1.0, "trace: of the log-probs.")
 _MAX_GIB = flags.DEFINE_float("max_gib", 8.0, "trace: most GiB of tensors on the device at once; more run the forward again.")
 _FIRST = flags.DEFINE_string("first", None, "compare: trace or JSONL file of the reference.")
 _SECOND = flags.DEFINE_string("second", None, "compare: trace or JSONL file of the other engine.")
-_FIELD = flags.DEFINE_string("log_probs", None, "Field of log-probs in JSONL files. Default: the first that is known.")
+_FIELD = flags.DEFINE_string("log_prob_field", None, "Field of log-probs in JSONL files. Default: the first that is known.")
+_HTML = flags.DEFINE_string("html", None, "compare: also write the diagnosis to this file, as a page with pictures.")
 _ALL = flags.DEFINE_bool("all", False, "compare: show every tensor, not only those around the place.")
 _OUT = cli.out_flag()
 
@@ -112,6 +114,8 @@ def report(a: Trace, b: Trace) -> int:
     if not console.is_terminal:
         console = console_module.Console(highlight=False, width=140)  # a file has no width of its own
     found, comparison = diagnose(a, b)
+    if _HTML.value:
+        print(f"written: {write_report(_HTML.value, a, b, found, comparison)}")
     for which, trace in (("first ", a), ("second", b)):
         engine = trace.header["engine"]
         console.print(f"{which} {trace.where}: {engine.get('name', '?')} {engine.get('recipe', '')}, {len(trace.rows)} tokens")

@@ -25,7 +25,7 @@ from minite_jax.model import Taps, hidden_states, tensor_names, tiny_moe
 
 _FAULTS = flags.DEFINE_integer("faults", 200, "How many random faults.", lower_bound=1)
 _CLEAN = flags.DEFINE_integer("clean", 100, "How many pairs without a fault.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 1, "Of faults, tokens and noise.")
+_SEED = flags.DEFINE_integer("fault_seed", 1, "Of faults, tokens and noise.")
 _OUT = cli.out_flag()
 
 CONFIG = tiny_moe(num_hidden_layers=3)

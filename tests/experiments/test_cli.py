@@ -206,3 +206,13 @@ def test_a_script_from_start_to_end(folder):
         assert wrong.returncode == 1 and wrong.stdout == ""
         assert wrong.stderr.startswith("script: ") and wrong.stderr.count("\n") == 1
     assert not (folder / "other").exists()
+
+
+def test_all_scripts_together_define_no_flag_twice():
+    """Tests import several scripts into one process, and a notebook may."""
+    code = (
+        "import importlib, pkgutil, experiments\n"
+        "for module in pkgutil.iter_modules(experiments.__path__):\n"
+        "    importlib.import_module(f'experiments.{module.name}')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
