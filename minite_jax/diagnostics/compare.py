@@ -265,6 +265,10 @@ def compare(a: Trace, b: Trace) -> Comparison:
     abrupt = next((each for each in judged if each.excess is not None and each.excess > ABRUPT), None)
     location = first if first is not None and _equal_before(judged, first) else abrupt
     notes = list(alignment.notes)
+    for each in judged:
+        if split_name(each.name)[1] == "moe/router/experts" and not each.equal:
+            where = f"first at sequence {each.first[0]}, position {each.first[1]}"
+            notes.append(f"{each.name}: {round(each.differing * each.rows)} of {each.rows} tokens went to other experts, {where}")
     for where, names in (("first", alignment.only_in_a), ("second", alignment.only_in_b)):
         if names:
             notes.append(f"{len(names)} tensors only in the {where} trace, e.g. {names[0]}")

@@ -69,6 +69,7 @@ def test_experts(world):
     assert compare(world.trace, swap).first is None  # the same experts in another order
     wrong = compare(world.trace, changed(world.trace, {name: lambda x: (x + (np.arange(len(x)) == 4)[:, None]) % 8}))
     assert wrong.first.name == wrong.abrupt.name == name and wrong.first.differing == pytest.approx(1 / 15)
+    assert wrong.notes == [f"{name}: 1 of 15 tokens went to other experts, first at sequence 0, position 4"]
 
 
 def test_not_a_number_is_said_and_located(world):
