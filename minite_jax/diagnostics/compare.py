@@ -30,8 +30,9 @@ import numpy as np
 from minite_jax.diagnostics.alignment import QUANTIZED, Alignment, Pair, ordered_integers, split_name, unit_roundoff
 from minite_jax.diagnostics.trace_file import Trace
 
-ABRUPT = 4.0
+ABRUPT = 5.0
 _ROUNDINGS = 2.0
+_BLOCK, _ROUNDING = 6, 0.25
 _BFLOAT16 = 2.0**-8  # some engines compute router logits in it
 _TIE = 1e-5  # of a probability: two engines' last bits
 # What an operation reads, in its layer; "<" is the layer before, several are alternatives that stand for one another.
@@ -52,7 +53,7 @@ _INPUTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "moe/norm": (("attention/stream",),),
     "moe/router/logits": (("moe/norm",),),
     "moe/router/probs": (("moe/norm",),),
-    "moe/router/weights": (("moe/router/probs", "moe/norm"),),
+    "moe/router/weights": (("moe/router/probs",), ("moe/norm",)),
     "moe/experts/gate_up": (("moe/norm.quantized", "moe/norm"),),
     "moe/experts/gated": (("moe/experts/gate_up",),),
     "moe/experts/down": (("moe/experts/gated.quantized", "moe/experts/gated"),),
@@ -277,11 +278,13 @@ def compare(a: Trace, b: Trace) -> Comparison:
 
 def _equal_before(judged: list[Difference], first: Difference) -> bool:
     """Whether the engines compute the same bits where the first difference is not: the same operation in an earlier layer, or a
-    whole block of operations before it.
+    whole block of operations before a difference that is more than a few roundings.
     """
     before = judged[: judged.index(first)]
     local = split_name(first.name)[1]
-    return any(split_name(each.name)[1] == local for each in before) or len(before) >= 6
+    return any(split_name(each.name)[1] == local for each in before) or (
+        len(before) >= _BLOCK and (first.excess is None or first.excess >= _ROUNDING)
+    )
 
 
 def _usual(name: str, scores: dict[str, float]) -> float:
