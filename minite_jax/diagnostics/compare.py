@@ -35,7 +35,12 @@ _ROUNDINGS = 2.0
 _BLOCK, _ROUNDING = 6, 0.25
 _BFLOAT16 = 2.0**-8  # some engines compute router logits in it
 _TIE = 1e-5  # of a probability: two engines' last bits
-# What an operation reads, in its layer; "<" is the layer before, several are alternatives that stand for one another.
+# What an operation reads, in its layer; "<" is the layer before. Several stand for one another: the first that was recorded
+# counts, and those before it are operations that nobody recorded (of a layer before: what the other kind of layer has).
+_IN_EXPERTS = (
+    "moe/experts/down", "moe/experts/gated.quantized", "moe/experts/gated", "moe/experts/gate_up",
+    "moe/norm.quantized", "moe/norm",
+)  # fmt: skip
 _INPUTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention/norm": (("input",),),
     "attention/qkv": (("attention/norm.quantized", "attention/norm", "input"),),
@@ -44,20 +49,20 @@ _INPUTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention/q": (("attention/q_norm", "attention/qkv"),),
     "attention/k": (("attention/k_norm", "attention/qkv"),),
     "attention/heads": (("attention/q", "attention/qkv"), ("attention/k", "attention/qkv"), ("attention/qkv",)),
-    "attention/o": (("attention/heads.quantized", "attention/heads"),),
+    "attention/o": (("attention/heads.quantized", "attention/heads", "attention/qkv"),),
     "attention/stream": (("input",), ("attention/o",)),
     "mlp/norm": (("attention/stream",),),
-    "mlp/gate_up": (("mlp/norm.quantized", "mlp/norm"),),
-    "mlp/gated": (("mlp/gate_up",),),
-    "mlp/down": (("mlp/gated.quantized", "mlp/gated"),),
+    "mlp/gate_up": (("mlp/norm.quantized", "mlp/norm", "attention/stream"),),
+    "mlp/gated": (("mlp/gate_up", "mlp/norm.quantized", "mlp/norm"),),
+    "mlp/down": (("mlp/gated.quantized", "mlp/gated", "mlp/gate_up", "mlp/norm.quantized", "mlp/norm"),),
     "moe/norm": (("attention/stream",),),
     "moe/router/logits": (("moe/norm",),),
     "moe/router/probs": (("moe/norm",),),
     "moe/router/weights": (("moe/router/probs",), ("moe/norm",)),
     "moe/experts/gate_up": (("moe/norm.quantized", "moe/norm"),),
-    "moe/experts/gated": (("moe/experts/gate_up",),),
-    "moe/experts/down": (("moe/experts/gated.quantized", "moe/experts/gated"),),
-    "moe/out": (("moe/experts/down",), ("moe/router/weights",)),
+    "moe/experts/gated": (("moe/experts/gate_up", "moe/norm.quantized", "moe/norm"),),
+    "moe/experts/down": (_IN_EXPERTS[1:],),
+    "moe/out": (_IN_EXPERTS, ("moe/router/weights",)),
     "input": (("</attention/stream",), ("</moe/out", "</mlp/down")),
     "final/stream": (("</attention/stream",), ("</moe/out", "</mlp/down")),
     "final/norm": (("final/stream", "</attention/stream"),),
@@ -170,12 +175,14 @@ def _not_finite(pair: Pair, x: np.ndarray, y: np.ndarray) -> str:
 class _Errors:
     """Errors of the rows of the tensors that were read.
 
-    A row's code is an integer that says its sequence, position and, for an assignment, its expert.
+    A row's code is an integer that says its sequence, position and, for an assignment, its expert. `quantized`: names of the
+    operands that one of the engines rounds to FP4.
     """
 
-    def __init__(self):
+    def __init__(self, quantized: set[str]):
         self._tensors: dict[str, tuple[np.ndarray, ...]] = {}
         self.last_layer = -1
+        self.quantized = quantized
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -233,7 +240,8 @@ def compare(a: Trace, b: Trace) -> Comparison:
       TraceError: see `Alignment`.
     """
     alignment = Alignment(a, b)
-    errors, found, ratios = _Errors(), [], {}
+    quantized = {name.removesuffix(".codes") for trace in (a, b) for name in trace.names if name.endswith(".codes")}
+    errors, found, ratios = _Errors(quantized), [], {}
     moved: dict[int, np.ndarray] = {}  # by layer, codes of the tokens that went to other experts
     for name in alignment.names:
         pair = alignment.pair(name)
@@ -319,6 +327,10 @@ def _excess(pair: Pair, errors: _Errors, moved: dict[int, np.ndarray]) -> np.nda
     if local == "input" and layer == 0:
         names = ["embed" if "embed" in errors else None]
     inputs = [errors.of(name, codes) for name in names if name]
+    for name, group in zip(names, groups, strict=False):
+        between = _between(name, group)
+        u *= 1 + sum(not each.endswith(QUANTIZED) for each in between)  # what nobody recorded rounds too
+        quantized |= any(f"layer.{layer}/{each.removesuffix(QUANTIZED)}" in errors.quantized for each in between)
     error, gap, size = errors.of(pair.name, codes)
     if local in _SUMS and len(inputs) == 2:
         allowed = sum(each[1] + u * each[2] for each in inputs) + u * size
@@ -341,6 +353,12 @@ def _largest_so_far(source: np.ndarray, rows: np.ndarray) -> np.ndarray:
     for part in np.split(order, np.flatnonzero(np.diff(rows[order, 0])) + 1):
         result[part] = np.maximum.accumulate(source[part])
     return result
+
+
+def _between(name: str | None, group: tuple[str, ...]) -> tuple[str, ...]:
+    """The alternatives before the one that was recorded, where they are operations of the same layer."""
+    local = split_name(name)[1] if name else None
+    return group[: group.index(local)] if local in group else ()
 
 
 def _recorded(layer: int, group: tuple[str, ...], errors: _Errors) -> str | None:

@@ -84,6 +84,16 @@ def test_not_a_number_is_said_and_located(world):
     assert both.first.name == "layer.1/moe/out" and "first trace" in both.first.not_finite
 
 
+def test_what_nobody_recorded_rounds_too(world):
+    """An engine that keeps its experts' tensors to itself: errors of the norm reach the sum through operations that nobody saw."""
+    kept = [name for name in world.trace.names if "/experts/" not in name and ".codes" not in name and "scale" not in name]
+    other = noisy(world.trace)
+    clean = changed(other, {"layer.0/moe/out": lambda x: x * np.asarray(1.015625, x.dtype)}, kept)
+    assert compare(changed(world.trace, {}, kept), clean).location is None
+    wrong = changed(other, {"layer.0/moe/out": lambda x: x * np.asarray(1.5, x.dtype)}, kept)
+    assert compare(world.trace, wrong).abrupt.name == "layer.0/moe/out"
+
+
 def make(tensors, rows=None):
     trace = MemoryTrace(new_header(rows or Rows(range(4), range(4), [0] * 4), engine={"name": "test"}))
     for name, array in tensors.items():
