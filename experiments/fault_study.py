@@ -1,6 +1,6 @@
 """Does `experiments.diagnose` point at the right place? Random faults in a small model, and pairs without a fault.
 
-    python -m experiments.fault_study --faults=200 --seed=1 --out=docs/benchmarks/fault_study.json
+    python -m experiments.fault_study --faults=200 --fault_seed=4 --out=docs/benchmarks/fault_study.json
 
 One engine runs the forward. The other runs the same forward with one fault, drawn at random: which operation of which layer,
 for which expert, of which kind, how large. Each fault is looked for twice: between engines of otherwise equal bits, and between

@@ -208,7 +208,7 @@ def _tensors(comparison: Comparison) -> str:
 
 def _notes(notes: Iterable[str]) -> str:
     items = "".join(f"<li>{_text(note)}</li>" for note in notes)
-    return f"<h2>Not compared</h2><ul>{items}</ul>" if items else ""
+    return f"<h2>Notes</h2><ul>{items}</ul>" if items else ""
 
 
 def _table(title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", classes: Sequence[str] = ()) -> str:
