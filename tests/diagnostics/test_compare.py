@@ -85,7 +85,7 @@ def test_not_a_number_is_said_and_located(world):
 
 
 def test_what_nobody_recorded_rounds_too(world):
-    """An engine that keeps its experts' tensors to itself: errors of the norm reach the sum through operations that nobody saw."""
+    """An engine that keeps its experts to itself: errors of the norm reach the sum through operations that nobody saw."""
     kept = [name for name in world.trace.names if "/experts/" not in name and ".codes" not in name and "scale" not in name]
     other = noisy(world.trace)
     clean = changed(other, {"layer.0/moe/out": lambda x: x * np.asarray(1.015625, x.dtype)}, kept)
