@@ -1,6 +1,7 @@
 """Token ids and log-probs from the JSONL files that RL frameworks write, as a trace without activations.
 
-Known fields, tried in this order; a record is one sequence. Names as of November 2026, from the frameworks' own code.
+Known fields, tried in this order; a record is one sequence. Names are those of the frameworks' batches as of November 2026;
+where a logger calls them otherwise, say how (`log_probs=`).
 
 ==============  ==========================  ============================  ============================================
 framework       all tokens                  prompt, completion            log-probs of the completion
