@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import minite_jax as mt
+from experiments.baselines import choices
 from minite_jax.errors import UserError
 from minite_jax.learner import OptimizerConfig, grpo_loss, make_optimizer, make_update, negative_log_likelihood
 from minite_jax.model.policy import check_recipe
@@ -17,7 +18,8 @@ from minite_jax.sampler.sampling import generate, pad_prompts
 from minite_jax.tasks import TASKS, Task
 from pallas_kernels.log_prob import Truncation
 
-ENGINES = ("aligned", "naive")
+# What samples: the aligned policy, an engine of its own, or the aligned policy at another level of alignment.
+ENGINES = ("aligned", "naive", *choices.LEVELS)
 REWARDS = ("task", "random")
 
 
@@ -111,6 +113,11 @@ def build(config) -> Setup:
         check_recipe(model, recipe)
     except ValueError as error:
         raise UserError(f"--config.recipe: {error}") from error
+    if engine in choices.LEVELS:
+        try:
+            choices.check_level(engine, model, recipe)
+        except UserError as error:
+            raise UserError(f"--config.sampler.engine={engine}: {error}") from error
     if model.vocab_size < task.vocab_size:
         raise UserError(f"--config.model.vocab_size={model.vocab_size}: the task's tokenizer has {task.vocab_size} tokens")
 
@@ -154,10 +161,15 @@ def _rl_update(optimizer: OptimizerConfig, clip_low: float, clip_high: float, tr
 def sample_prompts(
     setup: Setup, policy, params, prompts: list[list[int]], key, sampling: SamplingParams, engine: str
 ) -> Rollouts:
-    """Samples with the aligned sampler (from `policy`) or with the naive engine (from the float32 `params`)."""
+    """Samples with the aligned sampler (from `policy`), at a level of alignment, or with the naive engine (from the float32
+    `params`, which some levels read, too).
+    """
     tokens_PL, length_P = pad_prompts(prompts, setup.model.vocab_size)
     request_P = jnp.asarray(np.arange(len(prompts), dtype=np.uint32))
     if engine == "aligned":
+        return generate(policy, tokens_PL, length_P, request_P, key, sampling)
+    if engine in choices.LEVELS:
+        policy = choices.level_policy(engine, policy, params)
         return generate(policy, tokens_PL, length_P, request_P, key, sampling)
     from experiments.baselines import naive_engine
 

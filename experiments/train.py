@@ -6,7 +6,8 @@
 
 The workdir gets config.json, metrics.jsonl (one object per step), checkpoints/, warmup/ (the weights at the end of the
 warm-up, which `--config.init_from` of another run can start from) and plots/*.png. The same command on the same workdir
-resumes bit for bit. `--config.sampler.engine=naive` samples with a deliberately different engine, to see what a gap looks like.
+resumes bit for bit. `--config.sampler.engine=naive` samples with a deliberately different engine, to see what a gap looks like;
+`--config.sampler.engine=attention` (or another level of `experiments.baselines.choices`) differs in that alone.
 """
 
 from experiments import cli

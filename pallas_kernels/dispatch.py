@@ -8,10 +8,11 @@ it for a whole program, and every operation takes ``implementation=``.
 """
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 
 import jax
@@ -100,3 +101,36 @@ def resolve(
 def module(package: str, implementation: str) -> ModuleType:
     """The module of an operation's package that holds an implementation; imported here, so that Triton is where it is used."""
     return importlib.import_module(f"{package}.{implementation}")
+
+
+# Operations by name, each in place of ours, for what is traced now.
+_substitutes: contextvars.ContextVar[Mapping[str, Callable] | None] = contextvars.ContextVar("substitutes", default=None)
+
+
+def replaceable(function: Callable) -> Callable:
+    """Makes a public operation one that `substituted` can replace; otherwise it is what it was."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        other = (_substitutes.get() or {}).get(function.__name__)
+        return function(*args, **kwargs) if other is None else other(function, *args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def substituted(operations: Mapping[str, Callable]) -> Iterator[None]:
+    """Inside, operations that are traced are others: for engines that differ on purpose, so that the one forward can run with
+    another engine's operation in place of ours.
+
+    Substitutes have no gradient of their own making, and are found while tracing alone: a compiled program stays what it is.
+
+    Args:
+      operations: by name of the public function (`add_rms_norm`), what is called in its place. It gets our function, which may
+        be called, and then the arguments.
+    """
+    token = _substitutes.set(operations)
+    try:
+        yield
+    finally:
+        _substitutes.reset(token)

@@ -11,7 +11,8 @@ learner is the arithmetic:
   dequantised values in the recipe's type;
 * the weights are a copy, quantised from the float32 masters anew in every call.
 
-Casts to bfloat16 are plain ones: inside a program XLA may leave them out.
+The operations are those of `operations`: with all of them in place of ours, the one forward is this engine but for its cache and
+its loops (`choices.LEVELS`, "independent"). Casts to bfloat16 are plain ones: inside a program XLA may leave them out.
 
 Let P be prompts, B rollouts (n per prompt, prompt-major), L the padded prompt length, C the most new tokens.
 """
@@ -23,19 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt
 
+from experiments.baselines import operations
 from minite_jax.model.config import ModelConfig
 from minite_jax.model.params import NORM, ROUTER, abstract_params
 from minite_jax.model.policy import check_recipe
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, MLP, Recipe
 from minite_jax.sampler.sampling import FINISH_LENGTH, FINISH_STOP, Rollouts, SamplingParams, request_keys
-from pallas_kernels import nvfp4
-
-_RULE = nvfp4.ScaleRule.te(outer="matrix")
-
-
-def _fake_quantize(x, dtype):
-    """Rounds to NVFP4 with one outer scale for the last two axes, and back."""
-    return nvfp4.dequantize(nvfp4.quantize(x, _RULE), dtype)
 
 
 def _copy_weights(params, config, recipe):
@@ -47,57 +41,25 @@ def _copy_weights(params, config, recipe):
         if spec.kind in (NORM, ROUTER):
             return master
         if recipe.format_of(spec.kind, spec.layer, config.num_hidden_layers).quantized:
-            return _fake_quantize(master, recipe.compute_dtype)
+            return operations.fake_quantize(master, recipe.compute_dtype)
         return master.astype(recipe.compute_dtype)
 
     return jax.tree.map(copy, abstract_params(config), params)
 
 
-def _rms_norm(x, weight, eps):
-    x32 = x.astype(jnp.float32)
-    normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normed * weight.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
-
-
-def _rotate(x_BTHK, positions_BT, theta):
-    half = x_BTHK.shape[-1] // 2
-    frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BT1K = positions_BT[:, :, None, None].astype(jnp.float32) * frequency_K[None, None, None, :]
-    cos, sin = jnp.cos(angle_BT1K), jnp.sin(angle_BT1K)
-    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTHK.dtype)
-
-
-def _attention(q_BTHK, k_BSNK, v_BSNK, mask_BTS):
-    batch, length, num_heads, head_dim = q_BTHK.shape
-    q_BTNRK = q_BTHK.reshape(batch, length, k_BSNK.shape[2], -1, head_dim)  # R query heads share a key head
-    score_BNRTS = jnp.einsum("btnrk,bsnk->bnrts", q_BTNRK, k_BSNK, preferred_element_type=jnp.float32)
-    score_BNRTS = jnp.where(mask_BTS[:, None, None], score_BNRTS * head_dim**-0.5, -jnp.inf)
-    prob_BNRTS = jax.nn.softmax(score_BNRTS, axis=-1).astype(v_BSNK.dtype)
-    return jnp.einsum("bnrts,bsnk->btnrk", prob_BNRTS, v_BSNK).reshape(batch, length, num_heads * head_dim)
-
-
-def _gate(gate_up):
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
-
-
 def _moe(config, activation, weights, x_MD):
     """Tokens sorted by expert, two ragged products, and a weighted sum of each token's experts."""
-    prob_ME = jax.nn.softmax(x_MD.astype(jnp.float32) @ weights["router"].T, axis=-1)
-    weight_Mk, expert_Mk = lax.top_k(prob_ME, config.num_experts_per_tok)
-    if config.norm_topk_prob:
-        weight_Mk = weight_Mk / jnp.sum(weight_Mk, axis=-1, keepdims=True)
+    weight_Mk, expert_Mk = operations.route(x_MD, weights["router"], config.num_experts_per_tok, config.norm_topk_prob)
     order_m = jnp.argsort(expert_Mk.reshape(-1))
     group_sizes_E = jnp.bincount(expert_Mk.reshape(-1), length=config.num_experts)
 
     def experts(rows_mK, weight_ENK):
-        return lax.ragged_dot(rows_mK, jnp.swapaxes(weight_ENK, 1, 2), group_sizes_E)
+        return operations.ragged_dot(rows_mK, weight_ENK, group_sizes_E)
 
     rows_mD = activation(x_MD)[order_m // config.num_experts_per_tok]
-    out_mD = experts(activation(_gate(experts(rows_mD, weights["gate_up"]))), weights["down"])
+    out_mD = experts(activation(operations.gate(experts(rows_mD, weights["gate_up"]))), weights["down"])
     out_MkD = out_mD[jnp.argsort(order_m)].reshape(*expert_Mk.shape, -1)
-    return jnp.einsum("mkd,mk->md", out_MkD.astype(jnp.float32), weight_Mk).astype(x_MD.dtype)
+    return operations.combine(out_MkD, weight_Mk)
 
 
 def _layer(config, recipe, i, weights, x_BTD, positions_BT, mask_BTS, cached, slot):
@@ -114,27 +76,28 @@ def _layer(config, recipe, i, weights, x_BTD, positions_BT, mask_BTS, cached, sl
 
     def activation_of(kind):
         rule = recipe.format_of(kind, i, config.num_hidden_layers).activation
-        return lambda x_MK: x_MK if rule is None else _fake_quantize(x_MK, x_MK.dtype)
+        return lambda x_MK: x_MK if rule is None else operations.fake_quantize(x_MK, x_MK.dtype)
 
     activation = activation_of(ATTENTION)
-    x_MD = _rms_norm(x_BTD, weights["attention_norm"], eps).reshape(-1, width)
+    x_MD = operations.rms_norm(x_BTD, weights["attention_norm"], eps).reshape(-1, width)
     qkv_BTHK = (activation(x_MD) @ weights["qkv"].T).reshape(batch, length, H + 2 * N, K)
     q_BTHK, k_BTNK, v_BTNK = jnp.split(qkv_BTHK, (H, H + N), axis=2)
-    q_BTHK = _rotate(_rms_norm(q_BTHK, weights["q_norm"], eps), positions_BT, config.rope_theta)
-    k_BTNK = _rotate(_rms_norm(k_BTNK, weights["k_norm"], eps), positions_BT, config.rope_theta)
+    angles = operations.angles(positions_BT, K, config.rope_theta)
+    q_BTHK = operations.rotate(operations.rms_norm(q_BTHK, weights["q_norm"], eps), *angles)
+    k_BTNK = operations.rotate(operations.rms_norm(k_BTNK, weights["k_norm"], eps), *angles)
     kv = (k_BTNK, v_BTNK)
     if cached is not None:
         kv = tuple(lax.dynamic_update_slice_in_dim(old, new, slot, axis=1) for old, new in zip(cached, kv, strict=True))
-    attended_MD = _attention(q_BTHK, *kv, mask_BTS).reshape(-1, H * K)
+    attended_MD = operations.attention(q_BTHK, *kv, mask_BTS).reshape(-1, H * K)
     x_BTD = x_BTD + (activation(attended_MD) @ weights["o"].T).reshape(x_BTD.shape)
 
     is_moe = config.is_moe_layer(i)
     activation = activation_of(EXPERTS if is_moe else MLP)
-    x_MD = _rms_norm(x_BTD, weights["mlp_norm"], eps).reshape(-1, width)
+    x_MD = operations.rms_norm(x_BTD, weights["mlp_norm"], eps).reshape(-1, width)
     if is_moe:
         out_MD = _moe(config, activation, weights, x_MD)
     else:
-        out_MD = activation(_gate(activation(x_MD) @ weights["gate_up"].T)) @ weights["down"].T
+        out_MD = activation(operations.gate(activation(x_MD) @ weights["gate_up"].T)) @ weights["down"].T
     return x_BTD + out_MD.reshape(x_BTD.shape), kv
 
 
@@ -144,11 +107,11 @@ def _stack(config, recipe, weights, tokens_BT, positions_BT, mask_BTS, cache, sl
     for i, cached in enumerate(cache):
         x_BTD, kv = _layer(config, recipe, i, weights["layers"][i], x_BTD, positions_BT, mask_BTS, cached, slot)
         new_cache.append(kv)
-    return _rms_norm(x_BTD, weights["final_norm"], config.rms_norm_eps), tuple(new_cache)
+    return operations.rms_norm(x_BTD, weights["final_norm"], config.rms_norm_eps), tuple(new_cache)
 
 
 def _logits(weights, hidden_BD):
-    return jnp.matmul(hidden_BD, weights.get("lm_head", weights["embed"]).T, preferred_element_type=jnp.float32)
+    return operations.logits(hidden_BD, weights.get("lm_head", weights["embed"]))
 
 
 def _truncated(logits_BV, sampling):
@@ -175,7 +138,7 @@ def _draw(logits_BV, key_B, sampling):
     if not sampling.truncation.greedy:
         scores_BV += jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], jnp.float32))(key_B)
     token_B = jnp.argmax(scores_BV, axis=-1).astype(jnp.int32)
-    log_prob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    log_prob_BV = operations.log_softmax(logits_BV)
     return token_B, jnp.take_along_axis(log_prob_BV, token_B[:, None], axis=-1)[:, 0]
 
 

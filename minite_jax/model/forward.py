@@ -121,8 +121,14 @@ def _layer(policy, layer, weights, stream, pages, *, places, one_part, taps):
     Returns the stream, and this layer's pages beside the tensors that were wanted of it (a layer may be traced more than once, in
     a loop or for a gradient, so they are returned like everything else).
     """
-    config = policy.config
     taps = taps.in_layer(policy, layer)
+    with policy.running(layer, weights.get("switches")):
+        return _layer_blocks(policy, layer, weights, stream, pages, places, one_part, taps)
+
+
+def _layer_blocks(policy, layer, weights, stream, pages, places, one_part, taps):
+    """Attention and MLP of one layer."""
+    config = policy.config
     # The scopes are for profiles: an operation's name tells which part of the model it belongs to.
     with jax.named_scope("attention"):
         format, weight = policy.format_of(ATTENTION, layer), _value(weights["attention_norm"])
@@ -203,18 +209,21 @@ def hidden_states(
     with jax.named_scope("embed"):
         x_MD = taps("embed", embed(tokens.reshape(-1), weights["embed"].stored, master=weights["embed"].master))
     pages = [None] * config.num_hidden_layers if cache is None else list(zip(cache.keys, cache.values, strict=True))
-    shape = policy.replace(weights=None, masters=None)
+    shape = policy.replace(weights=None, masters=None, switches=None)
+    layers = weights["layers"]
+    if policy.switches is not None:  # as a layer's weights are: a loop hands each layer its own
+        layers = [{**each, "switches": policy.switches[i]} for i, each in enumerate(layers)]
     scan_layers = dispatch.platform() != "gpu" if scan_layers is None else scan_layers
     stream, new_pages = (x_MD, None), []
     for first, last in _runs(policy, taps) if scan_layers else ((i, i + 1) for i in range(config.num_hidden_layers)):
         # Between layers of a loop, and where the backward starts again, the stream is one array: two would be kept in its place.
         layer = functools.partial(_layer, shape, first, places=places, one_part=scan_layers or remat, taps=taps)
         layer = jax.checkpoint(layer) if remat else layer
-        stream, given = _run_layers(layer, weights["layers"][first:last], stream, pages[first:last])
+        stream, given = _run_layers(layer, layers[first:last], stream, pages[first:last])
         new_pages += [written for written, _ in given]
         for i, (_, tensors) in enumerate(given, start=first):
             taps.collect(i, tensors)
-    with jax.named_scope("head"):
+    with jax.named_scope("head"), policy.running():
         if "final/stream" in taps.edits:
             stream = (taps("final/stream", stream[0] if stream[1] is None else _add(*stream)), None)
         x_MD, hidden_MD = add_rms_norm(*stream, _value(weights["final_norm"]), eps=config.rms_norm_eps)
@@ -260,7 +269,12 @@ def _runs(policy: Policy, taps: Taps) -> list[tuple[int, int]]:
     """
     config = policy.config
     programs = [
-        (config.is_moe_layer(i), *(policy.format_of(kind, i) for kind in KINDS), taps.in_layer(policy, i).program)
+        (
+            config.is_moe_layer(i),
+            *(policy.format_of(kind, i) for kind in KINDS),
+            taps.in_layer(policy, i).program,
+            policy.substitutes and policy.substitutes.fixed(i),
+        )
         for i in range(config.num_hidden_layers)
     ]
     starts = [i for i, each in enumerate(programs) if i == 0 or each != programs[i - 1]]
@@ -290,7 +304,8 @@ def output_head(policy: Policy) -> Weight:
 @jax.named_scope("head")
 def logits_of(policy: Policy, hidden: Float[Array, "M D"]) -> Float[Array, "M V"]:
     """Float32 logits of hidden states. Not differentiable in the head: the learner uses `token_log_probs`."""
-    return matmul(hidden, output_head(policy).stored, out_dtype=jnp.float32)
+    with policy.running():
+        return matmul(hidden, output_head(policy).stored, out_dtype=jnp.float32)
 
 
 @jax.jit
@@ -331,7 +346,7 @@ def scored_tokens(
     head = output_head(policy)
     hidden_MD = hidden_BTD[:, :-1].reshape(batch * (length - 1), width)
     taps.beside("final/logits", functools.partial(logits_of, policy), hidden_MD)
-    with jax.named_scope("head"):
+    with jax.named_scope("head"), policy.running():
         log_prob_M, entropy_M = token_log_prob(
             hidden_MD,
             head.stored,

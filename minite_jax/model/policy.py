@@ -1,5 +1,6 @@
 """A policy: the one stored set of weights that sampler, learner, evaluation and diagnostics share."""
 
+import contextlib
 from typing import Any, no_type_check
 
 import flax.struct
@@ -9,6 +10,7 @@ import numpy as np
 
 from minite_jax.model import params as params_lib
 from minite_jax.model.config import ModelConfig
+from minite_jax.model.substitutes import Substitutes
 from minite_jax.precision.recipe import MatmulFormat, Recipe
 from pallas_kernels import nvfp4
 from pallas_kernels.numerics import round_to
@@ -38,16 +40,43 @@ class Policy:
       config: shape of the model.
       recipe: precision recipe.
       masters: float32 master tree, present only inside a gradient (see `with_masters`).
+      substitutes: operations in place of ours, of an engine that differs on purpose; None: none.
+      switches: [layers + 1, choices] bool, which of their choices are on, where `substitutes` leaves that open.
     """
 
     weights: dict | None
     config: ModelConfig = flax.struct.field(pytree_node=False)
     recipe: Recipe = flax.struct.field(pytree_node=False)
     masters: dict | None = None
+    substitutes: Substitutes | None = flax.struct.field(pytree_node=False, default=None)
+    switches: Any = None
 
     def with_masters(self, masters: dict) -> "Policy":
-        """The same policy, whose forward hands its weight gradients to `masters`. Values do not change."""
+        """The same policy, whose forward hands its weight gradients to `masters`. Values do not change.
+
+        Raises:
+          ValueError: the policy has substitutes, which have no gradients.
+        """
+        if self.substitutes is not None:
+            raise ValueError("a policy with substitutes samples and scores, and has no gradient: train the one without them")
         return self.replace(masters=masters)
+
+    def with_substitutes(self, substitutes: Substitutes, switches: Any = None) -> "Policy":
+        """The same weights, run with other operations: see `minite_jax.model.substitutes`."""
+        return self.replace(substitutes=substitutes, switches=switches)
+
+    def running(self, layer: int = -1, switches: Any = None) -> contextlib.AbstractContextManager:
+        """Inside, what is traced belongs to a layer, or to none (-1): there substitutes take the place of our operations.
+
+        Args:
+          layer: number of the layer.
+          switches: the layer's row of `switches`; None: it is looked up.
+        """
+        if self.substitutes is None:
+            return contextlib.nullcontext()
+        if switches is None and self.switches is not None:
+            switches = self.switches[layer]
+        return self.substitutes.running(layer, switches)
 
     def paired_weights(self) -> dict:
         """The tree with a `Weight` at each leaf."""

@@ -352,7 +352,8 @@ def next_token(policy, key_B, state, params, taps: Taps | None = None):
         kept_BV = kept_tokens(logits_BV, params.truncation)
         step_key_B = jax.vmap(jax.random.fold_in, (0, None))(key_B, state.step)
         token_B = sample_tokens(logits_BV, step_key_B, params.truncation, kept_BV)
-        log_prob_B, entropy_B = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
+        with policy.running():
+            log_prob_B, entropy_B = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
     log_prob_B = taps("final/log_prob", log_prob_B)
     taps("final/entropy", entropy_B)
     alive_B = ~state.done

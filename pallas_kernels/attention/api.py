@@ -75,6 +75,7 @@ def _check(op: str, implementation: str, q, k, v) -> None:
         )
 
 
+@dispatch.replaceable
 def attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T N K"],
@@ -125,6 +126,7 @@ def _backward(implementation, residuals, g_BTHK):
 _attention.defvjp(_forward, _backward)
 
 
+@dispatch.replaceable
 def paged_attention(
     q: Float[Array, "B T H K"],
     k_pages: Float[Array, "P S N K"],

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch
 
 
+@dispatch.replaceable
 def combine(
     outputs: Float[Array, "M k D"] | Float[Array, "Mk D"],
     weights: Float[Array, "M k"],

@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import operands
+from pallas_kernels import dispatch, operands
 from pallas_kernels.grouped_matmul import reference
 
 
+@dispatch.replaceable
 def grouped_matmul(
     x: operands.Operand,
     w: operands.Operand,

@@ -61,6 +61,7 @@ def kept_tokens(
     return dispatch.module(__package__, chosen).kept_tokens(logits, truncation)
 
 
+@dispatch.replaceable
 def log_prob_of_logits(
     logits: Float[Array, "M V"],
     tokens: Int[Array, "M"],
@@ -104,6 +105,7 @@ def sample_tokens(
     return module.sample_tokens(logits, keys, truncation, kept)
 
 
+@dispatch.replaceable
 def token_log_prob(
     hidden: Float[Array, "M D"],
     head: operands.Operand,

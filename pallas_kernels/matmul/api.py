@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import operands
+from pallas_kernels import dispatch, operands
 from pallas_kernels.matmul import reference
 
 
+@dispatch.replaceable
 def matmul(
     x: operands.Operand, w: operands.Operand, *, out_dtype=jnp.bfloat16, implementation: str | None = None
 ) -> Float[Array, "M N"]:

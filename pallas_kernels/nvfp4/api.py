@@ -93,6 +93,7 @@ def quantize_expanded(
     return expand_reference(quantize(x, rule, amax=amax, implementation="reference"), dtype)
 
 
+@dispatch.replaceable
 def quantize_operand(
     x: Float[Array, "..."], rule: ScaleRule, *, implementation: str | None = None
 ) -> Nvfp4Array | ExpandedArray:

@@ -14,6 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.numerics import ordered_sum
 
 
+@dispatch.replaceable
 def qk_norm_rotary(
     qkv: Float[Array, "M HNN K"],
     q_weight: Float[Array, "K"],

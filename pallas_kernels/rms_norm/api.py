@@ -46,6 +46,7 @@ def _backward(implementation, eps, residuals, g_MD):
 _rms_norm.defvjp(_forward, _backward)
 
 
+@dispatch.replaceable
 def add_rms_norm(
     x: Float[Array, "M D"],
     y: Float[Array, "M D"] | None,
@@ -144,6 +145,7 @@ def rms_norm_quantize(
     return add_rms_norm_quantize(x, None, weight, rule, eps=eps, keep=False, implementation=implementation)[2]
 
 
+@dispatch.replaceable
 def add_rms_norm_quantize(
     x: Float[Array, "M D"],
     y: Float[Array, "M D"] | None,

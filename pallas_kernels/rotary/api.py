@@ -23,6 +23,7 @@ def rotary_table(num_positions: int, head_dim: int, theta: float) -> tuple[np.nd
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 
+@dispatch.replaceable
 def rotary(
     x: Float[Array, "M H K"], cos: Float[Array, "M K2"], sin: Float[Array, "M K2"], *, implementation: str | None = None
 ) -> Float[Array, "M H K"]:

@@ -9,6 +9,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.router import reference
 
 
+@dispatch.replaceable
 def router(
     x: Float[Array, "M D"], weight: Float[Array, "E D"], *, top_k: int, normalize: bool, implementation: str | None = None
 ) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, gpu, nvfp4
 
 
+@dispatch.replaceable
 def silu_mul(gate_up: Float[Array, "M F2"], *, implementation: str | None = None) -> Float[Array, "M F"]:
     """Computes ``silu(gate) * up`` in float32, rounded once to the type of `gate_up`.
 
@@ -38,6 +39,7 @@ def _backward(implementation, gate_up_MF, g_MF):
 _silu_mul.defvjp(_forward, _backward)
 
 
+@dispatch.replaceable
 def silu_mul_quantize(
     gate_up: Float[Array, "M F2"], rule: nvfp4.ScaleRule, *, implementation: str | None = None
 ) -> nvfp4.Nvfp4Array | nvfp4.ExpandedArray:

@@ -147,7 +147,7 @@ def test_naive_engine_from_the_same_warmup_has_a_gap(kind, finished, tmp_path):
         ("model.hidden_size", 40, r"--config\.model: hidden_size=40 must be a positive multiple of 16"),
         ("recipe.name", "fp4", r"--config\.recipe: no recipe 'fp4'; there are fp32, bf16"),
         ("recipe.name", "nvfp4_experts", r"--config\.recipe: recipe nvfp4_experts quantises nothing"),
-        ("sampler.engine", "fast", r"--config\.sampler\.engine=fast: choose one of aligned, naive"),
+        ("sampler.engine", "fast", r"--config\.sampler\.engine=fast: choose one of aligned, naive, strict, scales"),
         ("sampler.top_p", 0.0, r"--config\.sampler: top_p=0\.0 must lie in \(0, 1\]"),
         ("task.num_digits", 9, r"--config\.task: num_digits=9 must lie between 2 and 6"),
         ("rl.reward", "praise", r"--config\.rl\.reward=praise: choose one of task, random"),
