@@ -29,7 +29,7 @@ from minite_jax.metrics.provenance import provenance
 from minite_jax.metrics.results import write_results
 
 _CHECKPOINT = cli.checkpoint_flag()
-_PROMPTS = flags.DEFINE_integer("problems", 32, "Held-out problems; each is answered config.sampler.samples times.", lower_bound=1)
+_PROMPTS = flags.DEFINE_integer("problems", 32, "Held-out problems, each answered config.sampler.samples times.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each level is timed.", lower_bound=1)
 _LEVELS = flags.DEFINE_list("levels", [*choices.LEVELS, "naive"], "Which levels.")
 _RESULTS = cli.results_dir_flag()
