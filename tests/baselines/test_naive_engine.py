@@ -41,6 +41,7 @@ def _aligned(config, recipe_name, sampling, prompts=_PROMPTS):
     return mt.sample(_policy(config, recipe_name), prompts, sampling, key=jax.random.key(7))
 
 
+@pytest.mark.slow
 def test_in_float32_it_draws_the_tokens_of_the_aligned_sampler():
     """Same weights, same random numbers, same convention: what is left is the order of float32 sums."""
     sampling = mt.SamplingParams(n=4, max_tokens=6, stop_ids=(2, 3), temperature=0.7)

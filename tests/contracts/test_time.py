@@ -83,7 +83,7 @@ def test_prefill_in_chunks_and_single_tokens_are_the_full_forward(world, chunk, 
     _assert_as_full_forward(world, rows, chunk, assert_same_bits)
 
 
-@pytest.mark.worlds("moe_nvfp4", slow=("dense_nvfp4",))
+@pytest.mark.worlds("dense_nvfp4", slow=("moe_nvfp4",))
 def test_chunks_of_five_are_the_full_forward_in_nvfp4(world, rows, assert_same_bits):
     """Single tokens are what the sampler runs, see `test_sampling`."""
     _assert_as_full_forward(world, rows, 5, assert_same_bits)

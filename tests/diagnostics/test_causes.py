@@ -112,6 +112,7 @@ def test_weights():
     assert causes.weight_causes(a, a) == []
 
 
+@pytest.mark.slow
 def test_a_rotation_by_other_positions(world):
     config, name = world.config, "layer.0/attention/q"
     turned = {}

@@ -1,7 +1,6 @@
 """The kernel benchmark on a CPU: tiny shapes through the reference implementation, with a clock that is a stand-in."""
 
 import contextlib
-import json
 import types
 
 import jax
@@ -37,18 +36,24 @@ def stand_ins(path, time=clock, **given):
         yield patch
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
+@pytest.fixture(scope="module", params=[pytest.param(tuple(suites.SUITES), marks=pytest.mark.slow, id="all"), ("dense", "decode")])
+def file_and_suites(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("benchmark") / "kernels_quick.json"
-    with stand_ins(path):
+    with stand_ins(path, only=list(request.param)):
         benchmark.main(["benchmark", "kernels"])
-    return path
+    return path, list(request.param)
 
 
-def test_every_suite_has_rows_of_every_column(file):
+@pytest.fixture(scope="module")
+def file(file_and_suites):
+    return file_and_suites[0]
+
+
+def test_every_suite_has_rows_of_every_column(file_and_suites):
+    file, chosen = file_and_suites
     results = read_results(file)
     assert [column["key"] for column in results["columns"]] == [column["key"] for column in measure.COLUMNS]
-    assert [*dict.fromkeys(row["suite"] for row in results["rows"])] == ["ceilings", *suites.SUITES, "compared with"]
+    assert [*dict.fromkeys(row["suite"] for row in results["rows"])] == ["ceilings", *chosen, "compared with"]
     ours = [row for row in results["rows"] if row["suite"] in suites.SUITES]
     assert all(row["time"] == pytest.approx(1000.0) and row["remarks"] == "" for row in ours)
     assert {row["b300"] for row in ours} == {None, "compiled, not run"}
@@ -64,23 +69,16 @@ def test_without_pytorch_its_columns_say_not_run(file):
     assert any(isinstance(row["vs_unfused"], float) for row in dense)
 
 
-def test_the_page_shows_the_ceiling_and_honest_words(file, tmp_path):
+def test_the_page_shows_the_ceiling_and_honest_words(file_and_suites, tmp_path):
+    file, chosen = file_and_suites
     with flagsaver.flagsaver(results=str(file.parent), out=str(tmp_path)):
         tables.main(["tables"])
     page = (tmp_path / "kernels_quick.md").read_text()
-    for suite in suites.SUITES:
+    for suite in chosen:
         assert f"#### {suite}\n" in page
     assert "fp8 arithmetic on 4-bit values" in page and "compiled, not run" in page and "not run" in page
     section = page.split("#### dense")[1].split("####")[0]
     assert "ceiling" in section and "ragged_dot" not in section  # a column that says nothing here is left out
-
-
-def test_a_suite_is_chosen(tmp_path):
-    path = tmp_path / "x.json"
-    with stand_ins(path, only=["decode"]):
-        benchmark.main(["benchmark", "kernels"])
-    rows = json.loads(path.read_text())["rows"]
-    assert {row["suite"] for row in rows} == {"ceilings", "decode", "compared with"}
 
 
 def test_what_is_wrong_is_one_line():

@@ -9,7 +9,7 @@ import pytest
 
 import minite_jax as mt
 from minite_jax.diagnostics.record import matmul_names
-from minite_jax.model import init_cache, scored_tokens, tiny_dense, tiny_moe
+from minite_jax.model import Taps, init_cache, scored_tokens, tiny_dense, tiny_moe
 from minite_jax.model.forward import _runs, hidden_states
 from minite_jax.model.params import BIAS, NORM, abstract_params
 from minite_jax.model.rope import RopeScaling
@@ -28,7 +28,7 @@ CONFIG = tiny_moe(
 )
 
 
-@pytest.fixture(scope="module", params=["bf16", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["bf16", "nvfp4"])
 def policy_and_params(request):
     rng = np.random.default_rng(0)
 
@@ -48,9 +48,10 @@ def test_the_tree_has_what_the_config_says():
     assert [name for name in matmul_names(CONFIG) if name.endswith("down")] == ["layer.0/mlp/down", "layer.1/moe/down"]
     deep = dataclasses.replace(CONFIG, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=(3,))
     assert [deep.is_moe_layer(i) for i in range(6)] == [False, True, False, False, False, True]
-    assert _runs(mt.Policy(weights=None, config=deep, recipe=mt.recipe("bf16"))) == [(0, 1), (1, 2), (2, 5), (5, 6)]
+    assert _runs(mt.Policy(weights=None, config=deep, recipe=mt.recipe("bf16")), Taps()) == [(0, 1), (1, 2), (2, 5), (5, 6)]
 
 
+@pytest.mark.slow
 def test_batch_cache_and_gradient_have_the_bits_of_the_full_forward(policy_and_params):
     """C2, C3 and C4 in one: other neighbours, steps through a cache, the forward inside a gradient. No gradient is all zeros."""
     policy, params = policy_and_params
