@@ -36,7 +36,9 @@ def _assert_no_gap_anywhere(world, micro_batches, remat):
     assert metrics["tokens_compared"] == mask.size
 
 
-@pytest.mark.parametrize(("micro_batches", "remat"), [(2, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.parametrize(
+    ("micro_batches", "remat"), [(2, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 4))]
+)
 @pytest.mark.worlds("dense_nvfp4")
 def test_log_probs_inside_the_gradient_are_those_outside(world, micro_batches, remat):
     _assert_no_gap_anywhere(world, micro_batches, remat)

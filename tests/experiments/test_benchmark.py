@@ -36,7 +36,10 @@ def stand_ins(path, time=clock, **given):
         yield patch
 
 
-@pytest.fixture(scope="module", params=[pytest.param(tuple(suites.SUITES), marks=pytest.mark.slow, id="all"), ("dense", "decode")])
+_ALL = pytest.param(tuple(suites.SUITES), marks=pytest.mark.slow, id="all")
+
+
+@pytest.fixture(scope="module", params=[_ALL, ("dense", "decode")], ids=str)
 def file_and_suites(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("benchmark") / "kernels_quick.json"
     with stand_ins(path, only=list(request.param)):
