@@ -101,6 +101,7 @@ def test_substitutes_are_in_place_while_they_last():
     np.testing.assert_array_equal(inside, silu_mul(x) + 1)
 
 
+@pytest.mark.slow
 def test_our_scales_leave_bfloat16_quotients_and_tensor_scales_nothing_to_change():
     """Scales of two significant bits: a quotient in bfloat16 lies on the same side of every threshold; a power of two shifts."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.bfloat16)

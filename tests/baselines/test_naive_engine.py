@@ -74,6 +74,7 @@ def test_greedy_takes_the_aligned_policys_choice_for_most_tokens():
     assert np.mean(np.asarray(choice_BT == tokens_BT[:, 1:])[np.asarray(mask_BT)]) > 0.9
 
 
+@pytest.mark.slow
 def test_rollouts_end_with_a_stop_token_or_at_the_length():
     rollouts = _naive(_DENSE, "nvfp4", _SAMPLING)
     assert rollouts.tokens.shape == (16, 6)
@@ -90,6 +91,7 @@ def test_rollouts_end_with_a_stop_token_or_at_the_length():
     assert np.isfinite(log_probs_BC).all() and (log_probs_BC[mask_BC] < 0).all()
 
 
+@pytest.mark.slow
 def test_gap_to_the_aligned_policy_is_above_zero_and_bounded():
     """Rounding an operand to 4 bits has a relative squared error of 0.009, and the engines round differently:
     two operands, two engines and four matmuls in a row give 0.14, that is 0.4 of a logit of deviation 1.

@@ -62,7 +62,7 @@ def test_outlier_and_nan_neighbours_change_nothing(world, factor, assert_same_bi
     assert np.isnan(beside_loud[~kept]).all() == np.isnan(factor)
 
 
-@pytest.mark.worlds("dense_nvfp4")
+@pytest.mark.worlds(slow=("dense_nvfp4",))
 def test_outlier_neighbours_change_nothing_where_embeddings_are_tied(world, assert_same_bits):
     assert world.config.tie_word_embeddings
     tokens, _, _ = world.sequences

@@ -131,7 +131,7 @@ def made_up_batch(world) -> Batch:
     return Batch(tokens, jnp.asarray(rng.random(log_probs.shape) < 0.2), log_probs, advantages)
 
 
-@pytest.mark.worlds("dense_fp32", slow=("moe_fp32",))
+@pytest.mark.worlds(slow=("dense_fp32", "moe_fp32"))
 def test_gradients_are_slopes_of_the_loss(world):
     """Central differences of the loss, along the gradient of each parameter alone.
 

@@ -72,8 +72,8 @@ def _modules_with_row_tiles():
                 yield module
 
 
-@pytest.mark.parametrize("in_tiles", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.worlds("dense_fp32", slow=("moe_bf16",))
+@pytest.mark.parametrize("in_tiles", [True, False])
+@pytest.mark.worlds(slow=("dense_fp32", "moe_bf16"))
 def test_a_sampler_without_fixed_reductions_shows(world, in_tiles, monkeypatch):
     """The same operations on the same weights, but with XLA's own sums (and each on all rows at once), in the sampler only."""
     if jax.default_backend() != "cpu":

@@ -10,6 +10,8 @@ from minite_jax.diagnostics.alignment import Alignment
 from minite_jax.diagnostics.compare import compare
 from minite_jax.diagnostics.trace_file import MemoryTrace, Rows, Trace, TraceError, new_header
 
+pytestmark = pytest.mark.xdist_group("traced_world")  # one process compiles the trace for both files
+
 
 def changed(trace, changes, names=None):
     """The trace with tensors changed by functions, {name: function}."""

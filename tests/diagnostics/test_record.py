@@ -27,6 +27,7 @@ def _assert_equal(actual, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 def test_operands_of_the_forward():
     policy, tokens = _policy(tiny_dense(num_hidden_layers=1), "nvfp4"), jnp.asarray(_TOKENS)
     expected = mt.forward(policy, tokens)  # compiled before, so that a recorder that reuses a program finds nothing

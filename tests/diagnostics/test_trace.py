@@ -14,6 +14,8 @@ from minite_jax.diagnostics.trace_file import TraceError
 from minite_jax.model import Taps, hidden_states, pack, scored_tokens, taps, tensor_names, tiny_dense, tiny_moe
 from pallas_kernels.log_prob import Truncation
 
+pytestmark = pytest.mark.xdist_group("traced_world")  # one process compiles the trace for both files
+
 
 def assert_same(a, b):
     a, b = np.asarray(a), np.asarray(b)
@@ -22,7 +24,9 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize(
-    "config", [tiny_moe(), tiny_dense(num_hidden_layers=1, qk_norm=False, attention_bias=True)], ids=["moe", "llama"]
+    "config",
+    [tiny_moe(), pytest.param(tiny_dense(num_hidden_layers=1, qk_norm=False, attention_bias=True), marks=pytest.mark.slow)],
+    ids=["moe", "llama"],
 )
 def test_without_taps_the_program_is_the_one_without_offers(config, monkeypatch):
     policy = jax.eval_shape(lambda key: pack(mt.init_params(config, key), config, mt.recipe("nvfp4")), jax.random.key(0))

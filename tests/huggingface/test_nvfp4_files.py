@@ -110,7 +110,7 @@ def folder(policies, model, tmp_path):
 @pytest.mark.parametrize(
     "recipe",
     [
-        mt.recipe("nvfp4", matmuls=("experts",)),
+        pytest.param(mt.recipe("nvfp4", matmuls=("experts",)), marks=pytest.mark.slow),
         pytest.param(mt.recipe("nvfp4"), marks=pytest.mark.slow),
         pytest.param(mt.recipe("nvfp4_te"), marks=pytest.mark.slow),
     ],

@@ -34,6 +34,7 @@ def test_matmuls_of_no_rows(monkeypatch, kernel):
     np.testing.assert_array_equal(grouped_matmul_wgrad(x, g, sizes, **chosen), np.zeros((3, 32, 64), np.float32))
 
 
+@pytest.mark.slow
 def test_packed_matmul_of_no_rows(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(dispatch, "resolve", lambda op, implementation, *_, **__: implementation or "reference")

@@ -76,6 +76,7 @@ def test_fp8_exact(shared, name):
     assert_same(q, FP8_EXACT[f"{name}/scales"], FP8_EXACT[f"{name}/codes"], name)
 
 
+@pytest.mark.slow
 def test_fp8_exact_eager():
     names = [name for name in inputs_of(FP8_EXACT) if FP8_EXACT[f"{name}/x"].shape == (32, 64)]
     stack = {array: np.concatenate([FP8_EXACT[f"{name}/{array}"] for name in names])

@@ -74,6 +74,7 @@ def test_a_preference_holds_for_what_names_nothing(monkeypatch):
         dispatch.prefer("cuda")
 
 
+@pytest.mark.slow
 def test_which_products_read_packed_weights(monkeypatch):
     x = nvfp4.quantize(jnp.ones((65, 16)), nvfp4.ScaleRule.fp8_exact())
     w = nvfp4.quantize(jnp.ones((16, 16)), nvfp4.ScaleRule.fp8_exact(outer="matrix"))
