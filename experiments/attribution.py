@@ -20,8 +20,8 @@ from experiments import cli
 from experiments.baselines import choices
 from experiments.baselines.swaps import Swaps
 from experiments.build import ENGINES, sample_prompts
-from experiments.training import stored_run
-from minite_jax import checkpoint
+from experiments.evaluation import held_out_prompts
+from experiments.training import finished_run
 from minite_jax.diagnostics.attribute import Attribution, Effect, attribute
 from minite_jax.errors import UserError
 from minite_jax.metrics.provenance import provenance
@@ -80,12 +80,10 @@ def main(argv):
     unknown = [name for name in _CHOICES.value if name not in choices.CHOICES]
     if unknown:
         raise UserError(f"--choices={unknown[0]}: there is no such choice, there are {', '.join(choices.CHOICES)}")
-    if checkpoint.latest_step(folder) is None:
-        raise UserError(f"--checkpoint={folder} holds no checkpoint: give the workdir of a finished run")
-    run = stored_run(folder)
+    run = finished_run(folder)
     setup, params = run.setup, run.state.train.params
     policy = mt.prepare(params, setup.model, setup.recipe)
-    prompts = [setup.task.encode(setup.task.example("heldout", i).prompt) for i in range(_PROMPTS.value)]
+    prompts = held_out_prompts(setup, _PROMPTS.value)
     sampling = dataclasses.replace(setup.sampling, n=1)
     rollouts = sample_prompts(setup, policy, params, prompts, jax.random.key(run.config.seed), sampling, engine)
 

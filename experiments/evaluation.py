@@ -13,6 +13,11 @@ from minite_jax.rollout import reward_rollouts
 _GREEDY_BATCH = 256
 
 
+def held_out_prompts(setup: Setup, count: int) -> list[list[int]]:
+    """Token ids of the first held-out problems' prompts."""
+    return [setup.task.encode(setup.task.example("heldout", i).prompt) for i in range(count)]
+
+
 def evaluate(setup: Setup, policy, *, num_prompts: int, batch_prompts: int, seed: int) -> dict[str, float]:
     """Answers the first `num_prompts` held-out problems, greedily and by the run's own sampling parameters, with the one forward.
 

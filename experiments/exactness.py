@@ -18,11 +18,10 @@ from absl import flags
 import minite_jax as mt
 from experiments import cli
 from experiments.build import sample_prompts
-from experiments.training import Run
-from minite_jax import checkpoint
+from experiments.evaluation import held_out_prompts
+from experiments.training import finished_run
 from minite_jax.diagnostics.certify import FLOAT32_SIGNIFICAND_BITS, certify, order_dependence
 from minite_jax.diagnostics.record import MatmulOperands, record_matmuls
-from minite_jax.errors import UserError
 from minite_jax.metrics.plots import new_figure, save_figure
 from minite_jax.metrics.provenance import provenance
 from minite_jax.metrics.results import write_results
@@ -50,24 +49,11 @@ COLUMNS = [
 ]
 
 
-def load_run(config, folder: Path):
-    """The run's setup and its final masters.
-
-    Raises:
-      UserError: the folder has no checkpoint.
-    """
-    if checkpoint.latest_step(folder) is None:
-        raise UserError(f"--checkpoint={folder} holds no checkpoint: give the workdir of a finished run")
-    run = Run(config, folder)
-    return run.setup, run.state.train.params
-
-
 def held_out_tokens(setup, policy, params, num_prompts: int, seed: int) -> tuple[np.ndarray, int]:
     """Problems with sampled answers, [B, T], and how many were sampled. Only those of the commonest length, so that nothing is
     padding.
     """
-    examples = [setup.task.example("heldout", i) for i in range(num_prompts)]
-    prompts = [setup.task.encode(example.prompt) for example in examples]
+    prompts = held_out_prompts(setup, num_prompts)
     rollouts = sample_prompts(setup, policy, params, prompts, jax.random.key(seed), setup.sampling, "aligned")
     tokens_BT, _, _ = rollouts.sequences()
     length_B = np.asarray(rollouts.prompt_length) + np.asarray(rollouts.mask).sum(axis=1)
@@ -147,7 +133,8 @@ def draw(path: Path, model_bits: dict, synthetic_bits: dict) -> None:
 def main(argv):
     del argv
     config, folder, results = _CONFIG.value, Path(_CHECKPOINT.value), Path(_RESULTS.value or "docs/benchmarks")
-    setup, params = load_run(config, folder)
+    run = finished_run(folder, config)
+    setup, params = run.setup, run.state.train.params
     policy = mt.prepare(params, setup.model, setup.recipe)
     tokens_BT, sampled = held_out_tokens(setup, policy, params, _PROMPTS.value, config.seed)
     print(f"{len(tokens_BT)} of {sampled} sequences have the commonest length, {tokens_BT.shape[1]} tokens: those are used")

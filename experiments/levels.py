@@ -21,10 +21,9 @@ import minite_jax as mt
 from experiments import cli
 from experiments.baselines import choices
 from experiments.build import sample_prompts
-from experiments.training import stored_run
-from minite_jax import checkpoint
+from experiments.evaluation import held_out_prompts
+from experiments.training import finished_run
 from minite_jax.diagnostics.gap import GAP, gap_metrics
-from minite_jax.errors import UserError
 from minite_jax.metrics.provenance import provenance
 from minite_jax.metrics.results import write_results
 
@@ -61,15 +60,13 @@ def differs(level: str, model: mt.ModelConfig, recipe) -> str:
 def main(argv):
     del argv
     folder, levels = Path(_CHECKPOINT.value), list(dict.fromkeys((choices.STRICT, *_LEVELS.value)))
-    if checkpoint.latest_step(folder) is None:
-        raise UserError(f"--checkpoint={folder} holds no checkpoint: give the workdir of a finished run")
-    run = stored_run(folder)
+    run = finished_run(folder)
     setup, params = run.setup, run.state.train.params
     policy = mt.prepare(params, setup.model, setup.recipe)
     for level in levels:
         if level != "naive":
             choices.check_level(level, setup.model, setup.recipe)
-    prompts = [setup.task.encode(setup.task.example("heldout", i).prompt) for i in range(_PROMPTS.value)]
+    prompts = held_out_prompts(setup, _PROMPTS.value)
     key = jax.random.key(run.config.seed)
 
     def sample(level):

@@ -298,6 +298,17 @@ def stored_run(folder: Path) -> Run:
     return Run(config, folder)
 
 
+def finished_run(folder: Path, config=None) -> Run:
+    """`stored_run` for scripts whose `--checkpoint` must be one; with a configuration, the run by that.
+
+    Raises:
+      UserError: the folder has no checkpoint.
+    """
+    if checkpoint.latest_step(folder) is None:
+        raise UserError(f"--checkpoint={folder} holds no checkpoint: give the workdir of a finished run")
+    return stored_run(folder) if config is None else Run(config, folder)
+
+
 def _look_into(workdir: Path, config) -> tuple[bool, bool]:
     """Returns whether a run goes on from a checkpoint there, and whether it replaces one that left no checkpoint.
 

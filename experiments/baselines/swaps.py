@@ -4,14 +4,12 @@
 
 import collections
 
-import jax
 import numpy as np
 
 from experiments.baselines import choices
 from minite_jax.diagnostics.replay import replay
-from minite_jax.model.policy import Policy
+from minite_jax.model.policy import Policy, with_fp8_exact
 from minite_jax.sampler.sampling import Rollouts
-from pallas_kernels import nvfp4
 from pallas_kernels.log_prob import Truncation
 
 _WEIGHTS = "weights"
@@ -41,9 +39,9 @@ class Swaps:
         self._ours = self._theirs = self._policy.weights["layers"]
         if _WEIGHTS in names:
             # Two formats of weights would be two programs: both lose the mark of ours.
-            self._policy = self._policy.replace(weights=_unmarked(self._policy.weights))
+            self._policy = self._policy.replace(weights=with_fp8_exact(self._policy.weights, False))
             self._ours = self._policy.weights["layers"]
-            self._theirs = _unmarked(choices.their_weights(policy, params)["layers"])
+            self._theirs = with_fp8_exact(choices.their_weights(policy, params)["layers"], False)
         self.groups = {name: [self._part(name, i) for i in choices.places(name, config)] for name in names}
 
     def _part(self, name: str, layer: int) -> str:
@@ -61,8 +59,3 @@ class Swaps:
             weights={**self._policy.weights, "layers": layers}, switches=choices.switches_of(self._names, self._config, on)
         )
         return np.asarray(replay(policy, self._rollouts, self._truncation))
-
-
-def _unmarked(weights):
-    is_array = lambda x: isinstance(x, nvfp4.Nvfp4Array)  # noqa: E731
-    return jax.tree.map(lambda x: x.replace(fp8_exact=False) if is_array(x) else x, weights, is_leaf=is_array)

@@ -148,3 +148,9 @@ def prepare(params: dict, config: ModelConfig, recipe: Recipe) -> Policy:
 
 _pack_jit = jax.jit(pack, static_argnums=(1, 2))
 _all_finite = jax.jit(lambda params: jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), params))
+
+
+def with_fp8_exact(weights: Any, value: bool) -> Any:
+    """A tree of weights whose NVFP4 arrays all say whether their products are E4M3 numbers: one mark, one program."""
+    is_leaf = lambda x: isinstance(x, nvfp4.Nvfp4Array)  # noqa: E731
+    return jax.tree.map(lambda x: x.replace(fp8_exact=value) if is_leaf(x) else x, weights, is_leaf=is_leaf)

@@ -1,7 +1,7 @@
 """Reads a Hugging Face folder into our parameter tree, a piece of a tensor at a time, straight to where the numbers will live."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 
 import jax
@@ -72,13 +72,7 @@ def open_folder(folder: str | Path) -> Folder:
     wanted = placements(config, fused_experts=fused)
     problems = []
     for each in wanted:
-        found = tensors.get(each.tensor)
-        if found is None:
-            problems.append(f"lacks tensor {each.tensor} {list(each.shape)}")
-        elif found.shape != each.shape:
-            problems.append(f"has {found} where config.json asks for {list(each.shape)}")
-        elif found.dtype not in files.DTYPES:
-            problems.append(f"has {found}, which is none of {', '.join(files.DTYPES)}")
+        problems += misfit(each, tensors.get(each.tensor), files.DTYPES)
     names = {each.tensor for each in wanted}
     for name, tensor in tensors.items():
         if name not in names and not is_harmless(name) and not is_tied_head(name, tensor.shape, config):
@@ -86,6 +80,17 @@ def open_folder(folder: str | Path) -> Folder:
     if problems:
         raise CheckpointError(f"{path} does not fit its config.json: it {shorten(problems)}; fetch the folder again")
     return Folder(path, config, tensors, headers, tuple(stale), tuple(wanted))
+
+
+def misfit(
+    wanted: Placement, found: files.Tensor | None, types: Collection[str], shapes: Collection[tuple[int, ...]] = ()
+) -> list[str]:
+    """What is wrong with a tensor of a folder, at most one thing. shapes: those that it may have, if not its placement's."""
+    if found is None:
+        return [f"lacks tensor {wanted.tensor} {list(wanted.shape)}"]
+    if found.shape not in (shapes or (wanted.shape,)):
+        return [f"has {found} where config.json asks for {list(wanted.shape)}"]
+    return [] if found.dtype in types else [f"has {found}, which is none of {', '.join(types)}"]
 
 
 def find_tensors(path: Path) -> tuple[dict[str, files.Tensor], dict[Path, bytes], list[files.Tensor]]:

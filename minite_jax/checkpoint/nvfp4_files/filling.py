@@ -75,9 +75,3 @@ def _leading_axes(sharding: jax.sharding.Sharding, ndim: int) -> jax.sharding.Sh
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     return sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:ndim]))
-
-
-def with_fp8_exact(weights: dict, value: bool) -> dict:
-    """A tree of weights whose NVFP4 arrays all say whether their products are E4M3 numbers."""
-    is_leaf = lambda x: isinstance(x, Nvfp4Array)  # noqa: E731
-    return jax.tree.map(lambda x: x.replace(fp8_exact=value) if is_leaf(x) else x, weights, is_leaf=is_leaf)

@@ -16,10 +16,10 @@ from minite_jax.checkpoint.errors import CheckpointError
 from minite_jax.checkpoint.huggingface.filling import Filling, Target, target
 from minite_jax.checkpoint.huggingface.reader import Folder, check_tied_head, checked_pieces, open_folder, read_leaf
 from minite_jax.checkpoint.nvfp4_files.blocks import quantized_matrices
-from minite_jax.checkpoint.nvfp4_files.filling import PackedFilling, with_fp8_exact
+from minite_jax.checkpoint.nvfp4_files.filling import PackedFilling
 from minite_jax.model.config import ModelConfig
 from minite_jax.model.params import ParamSpec, abstract_params, check_params, path_name
-from minite_jax.model.policy import Policy, check_recipe, plain_dtype
+from minite_jax.model.policy import Policy, check_recipe, plain_dtype, with_fp8_exact
 from minite_jax.precision.recipe import Recipe
 from pallas_kernels import nvfp4
 from pallas_kernels.numerics import round_to

@@ -14,14 +14,14 @@ from minite_jax.checkpoint.huggingface import files
 from minite_jax.checkpoint.huggingface.config import from_json, read_json
 from minite_jax.checkpoint.huggingface.filling import Target, group_by_leaf, target
 from minite_jax.checkpoint.huggingface.names import is_harmless
-from minite_jax.checkpoint.huggingface.reader import check_tied_head, find_tensors, is_tied_head, read_leaf
+from minite_jax.checkpoint.huggingface.reader import check_tied_head, find_tensors, is_tied_head, misfit, read_leaf
 from minite_jax.checkpoint.leaves import shorten
 from minite_jax.checkpoint.nvfp4_files import layouts
 from minite_jax.checkpoint.nvfp4_files.blocks import Block, blocks, matrices, quantized_matrices
-from minite_jax.checkpoint.nvfp4_files.filling import PackedFilling, check_scales, is_fp8_exact, with_fp8_exact
+from minite_jax.checkpoint.nvfp4_files.filling import PackedFilling, check_scales, is_fp8_exact
 from minite_jax.model.config import ModelConfig
 from minite_jax.model.params import ParamSpec, abstract_params, path_name
-from minite_jax.model.policy import Policy, plain_dtype
+from minite_jax.model.policy import Policy, plain_dtype, with_fp8_exact
 from minite_jax.precision.recipe import Recipe, recipe_from_plain
 from minite_jax.precision.recipe import recipe as named_recipe
 
@@ -72,16 +72,11 @@ def open_nvfp4(folder: str | Path) -> Nvfp4Folder:
     quantized, problems = _find_quantized(config, layout, tensors)
     wanted = blocks(config, layout, quantized, input_scales=True)
     for each in wanted:
-        name, found = each.placement.tensor, tensors.get(each.placement.tensor)
+        found = tensors.get(each.placement.tensor)
         types = files.DTYPES if each.dtype is None else (each.dtype,)
-        shapes = {each.placement.shape} if each.part not in ("outer_scale", "input_scale") else {(), (1,)}
-        if found is None:
-            if each.part != "input_scale":
-                problems.append(f"lacks tensor {name} {list(each.placement.shape)}")
-        elif found.shape not in shapes:
-            problems.append(f"has {found} where config.json asks for {list(each.placement.shape)}")
-        elif found.dtype not in types:
-            problems.append(f"has {found}, which is none of {', '.join(types)}")
+        shapes = ((), (1,)) if each.part in ("outer_scale", "input_scale") else ()
+        if found is not None or each.part != "input_scale":
+            problems += misfit(each.placement, found, types, shapes)
     names = {each.placement.tensor for each in wanted}
     cache_scales = [name for name in tensors if layouts.is_cache_scale(name)]
     for name, tensor in tensors.items():
