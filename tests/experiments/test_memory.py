@@ -90,7 +90,6 @@ def _run(mode):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_parts_are_the_bytes_of_real_arrays():
     found = _run("parts")
     assert found["parts"] == found["real"]
