@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics
-from pallas_kernels.attention import mosaic_softmax
+from pallas_kernels.attention import mosaic_backward, mosaic_softmax
 from pallas_kernels.attention.api import mosaic_lacks
 from pallas_kernels.grouped_matmul.mosaic_ring import swizzled
 
@@ -391,8 +391,28 @@ def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT, *, config: Config = _DEFAULT
     return out_BTHK[:, :length], lse_BHT[:, :, :length]
 
 
-def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK):
-    """Gradients of q, k and v: the Triton kernels', which read the same log-sum-exp."""
-    from pallas_kernels.attention import triton
+def attention_backward(
+    q_BTHK,
+    k_BTNK,
+    v_BTNK,
+    positions_BT,
+    out_BTHK,
+    lse_BHT,
+    g_BTHK,
+    *,
+    config: mosaic_backward.Config | None = mosaic_backward.DEFAULT,
+):
+    """Gradients of q, k and v, those of q by the Triton kernel, which reads the same log-sum-exp.
 
-    return triton.attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK)
+    Args:
+      q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK: see `triton_backward.attention_backward`.
+      config: how those of k and v are computed; None: by the Triton kernel as well, to the same bits.
+    """
+    from pallas_kernels.attention import triton, triton_backward
+
+    if config is None:
+        return triton.attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK)
+    as_blocks_BT = triton.block_positions(positions_BT)
+    delta_BHT, dq_BTHK = triton_backward.delta_and_dq(q_BTHK, k_BTNK, v_BTNK, as_blocks_BT, out_BTHK, lse_BHT, g_BTHK)
+    keys = mosaic_backward.keys_gradient(q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK, config=config)
+    return dq_BTHK, *keys

@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 ROWS = COLUMNS = 64
-_TILE, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+_TILE, _ROW, _COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def _empty():
@@ -195,8 +195,93 @@ def _inverse(total_R):
     return inverse(total_R)
 
 
+def _columns(array) -> list[ir.Value]:
+    """A thread's numbers of an array [S], by rising column."""
+    places = [ir.DenseI64ArrayAttr.get([i]) for i in range(2)]
+    return [vector.extract(r, dynamic_position=[], static_position=p) for r in array.registers.reshape(-1) for p in places]
+
+
+def _seen(scores_RS, distance):
+    """-inf where the key of row r is behind the query of column s: r > s + distance.
+
+    Of a thread's numbers, each has a row and a column that differ from those of its first by constants: one register for all.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(_TILE, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32, layout=_TILE),
+    )
+    def seen(_, scores, distance):
+        i32 = ir.IntegerType.get_signless(32)
+
+        def number(value):
+            return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+        thread = arith.remsi(mgpu.utils.thread_idx(), number(128))
+        warp, lane = arith.divsi(thread, number(32)), arith.remsi(thread, number(32))
+        row = arith.addi(arith.muli(warp, number(16)), arith.divsi(lane, number(4)))
+        column = arith.muli(arith.remsi(lane, number(4)), number(2))
+        ahead = arith.subi(arith.subi(row, column), distance.registers.item())
+        empty = _constant(-np.inf)
+        rows = [
+            [
+                arith.select(arith.cmpi(arith.CmpIPredicate.sle, ahead, number(8 * (c // 2) + c % 2 - 8 * r)), x, empty)
+                for c, x in enumerate(numbers)
+            ]
+            for r, numbers in enumerate(_numbers(mgpu.optimization_barrier(scores)))
+        ]
+        return _like(scores, rows)
+
+    return seen(scores_RS, distance)
+
+
+def _probabilities(scores_RS, lse_S, *, scale: float):
+    """exp2(scores * scale - lse) by column, [R, S]: float32, and rounded to bfloat16."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_TILE, _COLUMN),
+        return_type=tuple(plgpu.ShapeDtypeStruct((ROWS, COLUMNS), t, layout=_TILE) for t in (jnp.float32, jnp.bfloat16)),
+    )
+    def probabilities(_, scores, lse):
+        scores = mgpu.optimization_barrier(scores)  # not before the tensor cores were waited for
+        factor = _constant(scale)
+        negative = [arith.negf(x) for x in _columns(lse)]
+        rows = [
+            [_exp2(math.fma(x, factor, subtract)) for x, subtract in zip(row, negative, strict=True)] for row in _numbers(scores)
+        ]
+        return _like(scores, rows), _like(scores, rows, ir.BF16Type.get())
+
+    return probabilities(scores_RS, lse_S)
+
+
+def _score_gradients(weights_RS, dweights_RS, delta_S):
+    """weights * (dweights - delta) by column, bfloat16 [R, S]."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_TILE, _TILE, _COLUMN), return_type=plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16, layout=_TILE)
+    )
+    def gradients(_, weights, dweights, delta):
+        dweights = mgpu.optimization_barrier(dweights)  # not before the tensor cores were waited for
+        subtract = _columns(delta)
+        rows = [
+            [_multiply(w, arith.subf(d, each)) for w, d, each in zip(ws, ds, subtract, strict=True)]
+            for ws, ds in zip(_numbers(weights), _numbers(dweights), strict=True)
+        ]
+        return _like(weights, rows, ir.BF16Type.get())
+
+    return gradients(weights_RS, dweights_RS, delta_S)
+
+
 on_registers = types.SimpleNamespace(
-    inverse=_inverse, step=_step, narrow=_narrow, merge_scales=_merge_scales, blend=_blend, scaled=_scaled
+    inverse=_inverse,
+    step=_step,
+    narrow=_narrow,
+    merge_scales=_merge_scales,
+    blend=_blend,
+    scaled=_scaled,
+    seen=_seen,
+    probabilities=_probabilities,
+    score_gradients=_score_gradients,
 )
 
 # --- on arrays -----------------------------------------------------------------------------------------------------------------
@@ -246,6 +331,20 @@ def _array_inverse(total_R):
     return jnp.where(total_R == 0.0, 0.0, 1.0 / total_R)
 
 
+def _array_seen(scores_RS, distance):
+    row, column = (lax.broadcasted_iota(jnp.int32, scores_RS.shape, axis) for axis in (0, 1))
+    return jnp.where(row <= column + distance, scores_RS, _empty())
+
+
+def _array_probabilities(scores_RS, lse_S, *, scale: float):
+    weights_RS = jnp.exp2(scores_RS * scale - lax.broadcast_in_dim(lse_S, scores_RS.shape, (1,)))
+    return weights_RS, _array_narrow(weights_RS)
+
+
+def _array_score_gradients(weights_RS, dweights_RS, delta_S):
+    return _array_narrow(weights_RS * (dweights_RS - lax.broadcast_in_dim(delta_S, weights_RS.shape, (1,))))
+
+
 interpreted = types.SimpleNamespace(
     inverse=_array_inverse,
     step=_array_step,
@@ -253,4 +352,7 @@ interpreted = types.SimpleNamespace(
     merge_scales=_array_merge_scales,
     blend=_array_blend,
     scaled=_array_scaled,
+    seen=_array_seen,
+    probabilities=_array_probabilities,
+    score_gradients=_array_score_gradients,
 )

@@ -15,15 +15,16 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import gpu, numerics, tuning
+from pallas_kernels.attention.walks import walks
 from pallas_kernels.triton_numerics import INTERPRETED, ordered_sum, padded, round_to
 
 _DELTA_TOKENS = 32
 
 
 # A dq program has BLOCK_M query rows (tokens x heads of a key/value head) and BLOCK_N keys per step; a dk/dv program has BLOCK_N
-# keys. Sums do not depend on these. With one warp group per 64 rows two programs share a multiprocessor: one multiplies while the
-# other computes exponentials.
-_DQ = dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
+# keys. Sums do not depend on these. Two warpgroups of a dq program, and two dk/dv programs of one, share a multiprocessor: one
+# multiplies while the other computes exponentials.
+_DQ = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
 _DK = dict(BLOCK_N=64, num_warps=4, num_stages=2)
 # Without tensor cores a product is unrolled into multiply-adds: small tiles.
 _DQ_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=2)
@@ -259,32 +260,21 @@ def dk_launch(q_shape, num_kv_heads: int, dtype, config: dict | None = None, til
     )
 
 
-def walks(positions_BT, *, block: int, tile: int):
-    """Which query tiles a block of keys meets: from the block's own tile to before `ends`; from `middles` on without a mask.
+def delta_and_dq(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK):
+    """Delta [B, H, T] float32 and the gradient of q, for the arguments of `attention_backward`."""
+    shape, length = q_BTHK.shape, q_BTHK.shape[1]
+    (delta_BHT,) = gpu.run(delta_launch(shape), out_BTHK, g_BTHK, length)
+    launch = dq_launch(shape, k_BTNK.shape[2], q_BTHK.dtype)
+    (dq_BTHK,) = gpu.run(launch, q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK, length)
+    return delta_BHT, dq_BTHK
 
-    Returns:
-      middles and ends, each [B, blocks] int32, in tiles.
-    """
-    length = positions_BT.shape[1]
-    start_BT = jnp.arange(length, dtype=jnp.int32)[None, :] - positions_BT
-    num_tiles, num_blocks = -(-length // tile), -(-length // block)
-    padding = [(0, 0), (0, num_tiles * tile - length)]
 
-    def by_tile(fill, reduce):
-        padded_BT = jnp.pad(start_BT, padding, constant_values=fill)
-        return reduce(padded_BT.reshape(-1, 1, num_tiles, tile), axis=-1)
-
-    # Rows behind the end are zeros to the kernel, whatever they see.
-    lowest_B1I, highest_B1I = by_tile(length, jnp.min), by_tile(-1, jnp.max)
-    tile_I = jnp.arange(num_tiles, dtype=jnp.int32)[None, None, :]
-    first_J1 = jnp.arange(num_blocks, dtype=jnp.int32)[None, :, None] * block
-    after_J1 = (first_J1 + block + tile - 1) // tile  # behind the tiles that hold the block's own tokens
-    begin_J1 = first_J1 // tile
-    meets_BJI = (lowest_B1I < first_J1 + block) & (tile_I >= begin_J1)
-    ends_BJ = jnp.max(jnp.where(meets_BJI, tile_I + 1, 0), axis=-1)
-    masked_BJ = jnp.any((tile_I >= after_J1) & (tile_I < ends_BJ[:, :, None]) & (highest_B1I > first_J1), axis=-1)
-    middles_BJ = jnp.where(masked_BJ, ends_BJ, jnp.minimum(after_J1[:, :, 0], ends_BJ))
-    return middles_BJ, ends_BJ
+def keys_gradient(q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK):
+    """The gradients of k and v."""
+    length = q_BTHK.shape[1]
+    launch = dk_launch(q_BTHK.shape, k_BTNK.shape[2], q_BTHK.dtype)
+    bounds = walks(positions_BT, block=launch.constants["BLOCK"], tile=launch.constants["TILE"])
+    return tuple(gpu.run(launch, q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK, *bounds, length))
 
 
 def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK):
@@ -302,11 +292,5 @@ def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, 
     Returns:
       Gradients of q, k and v. Those of a sequence do not depend on what else is in its row.
     """
-    shape, length, num_kv_heads, dtype = q_BTHK.shape, q_BTHK.shape[1], k_BTNK.shape[2], q_BTHK.dtype
-    (delta_BHT,) = gpu.run(delta_launch(shape), out_BTHK, g_BTHK, length)
-    inputs = (q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK)
-    (dq_BTHK,) = gpu.run(dq_launch(shape, num_kv_heads, dtype), *inputs, length)
-    launch = dk_launch(shape, num_kv_heads, dtype)
-    bounds = walks(positions_BT, block=launch.constants["BLOCK"], tile=launch.constants["TILE"])
-    dk_BTNK, dv_BTNK = gpu.run(launch, *inputs, *bounds, length)
-    return dq_BTHK, dk_BTNK, dv_BTNK
+    delta_BHT, dq_BTHK = delta_and_dq(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK)
+    return dq_BTHK, *keys_gradient(q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK)

@@ -1,0 +1,77 @@
+"""The Pallas gradients of keys and values for Hopper: indexing, barriers and masks in Pallas's GPU interpreter."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="this jax has no Mosaic GPU")
+from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("Pallas's GPU interpreter is too young before jax 0.11", allow_module_level=True)
+
+from pallas_kernels.attention import mosaic_backward, reference  # noqa: E402
+
+# Two thread blocks share the tiles; slots are few, so that they come back often.
+HOST = dict(processors=2, config=mosaic_backward.Config(stages=2), interpret=plgpu.InterpretGPUParams(detect_races=True))
+
+
+@functools.cache
+def _run():
+    return jax.jit(functools.partial(mosaic_backward.keys_gradient, **HOST))
+
+
+def _inputs(length, heads, kv_heads, head_dim, batch=1, seed=0):
+    """q, k, v, g."""
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    return tuple(jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for shape in shapes)
+
+
+def _lse_and_delta(q, k, v, positions, g):
+    """What the forward and `delta` give, [B, H, T], from float64; the former in base 2."""
+    q, k, v, g = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v, g))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = np.einsum("bthk,bshk->bhts", q, k) * q.shape[3] ** -0.5
+    behind = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])[None, :]
+    seen = (behind >= 0)[None] & (behind[None] <= np.asarray(positions)[:, :, None])
+    scores = np.where(seen[:, None], scores, -np.inf)
+    sums = np.exp(scores).sum(axis=-1)
+    out = np.einsum("bhts,bshk->bthk", np.exp(scores) / sums[..., None], v)
+    delta = np.swapaxes((out * g).sum(axis=-1), 1, 2)
+    return jnp.asarray(np.log2(sums), jnp.float32), jnp.asarray(delta, jnp.float32)
+
+
+def _check(inputs, positions):
+    q, k, v, g = inputs
+    lse, delta = _lse_and_delta(q, k, v, positions, g)
+    got = _run()(q, k, v, positions, lse, delta, g)
+    want = reference.attention_backward(q, k, v, positions, None, None, g)[1:]
+    for a, b in zip(got, want, strict=True):
+        b = np.asarray(b.astype(jnp.float32))
+        # Weights, their gradients and results are rounded to 2^-9.
+        np.testing.assert_allclose(np.asarray(a.astype(jnp.float32)), b, rtol=0, atol=2.0**-7 * np.abs(b).max())
+    return got
+
+
+def test_packed_sequences_have_the_bits_they_have_alone():
+    """Of 64, 128, 64 and 20 tokens: sequences begin at the second of two blocks that share a tile, and a tile has one block."""
+    lengths, inputs = (64, 128, 64, 20), _inputs(276, 4, 2, 64)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    got = _check(inputs, jnp.asarray(positions[None], jnp.int32))
+    second = slice(64, 192)
+    own = jnp.arange(128, dtype=jnp.int32)[None]
+    q, k, v, g = (x[:, second] for x in inputs)
+    lse, delta = _lse_and_delta(q, k, v, own, g)
+    for whole, part in zip(got, _run()(q, k, v, own, lse, delta, g), strict=True):
+        assert np.asarray(whole[:, second]).tobytes() == np.asarray(part).tobytes()
+
+
+def test_rows_of_a_batch_and_padding_that_attends_what_lies_before():
+    """The second row's third block sees nothing of the first two, its last one all before it."""
+    plain = np.arange(256)
+    astray = np.r_[np.arange(128), np.arange(64), np.arange(192, 256)]
+    _check(_inputs(256, 2, 1, 128, batch=2), jnp.asarray(np.stack([plain, astray]), jnp.int32))
