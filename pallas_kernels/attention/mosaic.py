@@ -26,6 +26,7 @@ from jax import lax
 from pallas_kernels import numerics
 from pallas_kernels.attention import mosaic_backward, mosaic_softmax
 from pallas_kernels.attention.api import mosaic_lacks
+from pallas_kernels.attention.mosaic_backward_queries import queries_gradient
 from pallas_kernels.grouped_matmul.mosaic_ring import swizzled
 
 __all__ = ["CHUNK_BLOCKS", "Config", "KEY_BLOCK", "attention", "attention_backward"]
@@ -402,17 +403,15 @@ def attention_backward(
     *,
     config: mosaic_backward.Config | None = mosaic_backward.DEFAULT,
 ):
-    """Gradients of q, k and v, those of q by the Triton kernel, which reads the same log-sum-exp.
+    """Gradients of q, k and v. Padding attends what it attends in the forward, as its log-sum-exp wants.
 
     Args:
       q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK: see `triton_backward.attention_backward`.
-      config: how those of k and v are computed; None: by the Triton kernel as well, to the same bits.
+      config: how the work is done; None: by the Triton kernels, to the same bits.
     """
     from pallas_kernels.attention import triton, triton_backward
 
     if config is None:
         return triton.attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK)
-    as_blocks_BT = triton.block_positions(positions_BT)
-    delta_BHT, dq_BTHK = triton_backward.delta_and_dq(q_BTHK, k_BTNK, v_BTNK, as_blocks_BT, out_BTHK, lse_BHT, g_BTHK)
-    keys = mosaic_backward.keys_gradient(q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK, config=config)
-    return dq_BTHK, *keys
+    inputs = q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, triton_backward.delta(out_BTHK, g_BTHK), g_BTHK
+    return queries_gradient(*inputs, config=config), *mosaic_backward.keys_gradient(*inputs, config=config)

@@ -37,8 +37,8 @@ from pallas_kernels.grouped_matmul.mosaic_ring import swizzled
 __all__ = ["BLOCK", "Config", "DEFAULT", "keys_gradient"]
 
 BLOCK = 64  # keys of a multiplier, and queries of a step: part of the order of sums
-_MULTIPLIERS = 2
-_REGISTERS = (24, 240)  # of a loader's and of a multiplier's thread
+MULTIPLIERS = 2
+REGISTERS = (24, 240)  # of a loader's and of a multiplier's thread
 _COPIES = 4  # of a step: queries, gradients, log-sum-exps, deltas
 _HOPPER_PROCESSORS = 132
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -58,6 +58,63 @@ class Config:
 DEFAULT = Config()
 
 
+def slots(shape):
+    """Shared memory for tiles [.., rows, K] bfloat16 that the tensor cores read."""
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
+
+
+def take_turns(num_tiles):
+    """(how many tiles this thread block has, number of its i-th). The first are the longest.
+
+    Every other round goes backwards, so that no block has the longest tile of every round.
+    """
+    first, stride = lax.axis_index("block"), lax.axis_size("block")
+
+    def number(i):
+        odd = lax.rem(i, jnp.int32(2)) == 1
+        return i * stride + jnp.where(odd, stride - 1 - first, first)
+
+    rounds, rest = divmod(num_tiles, stride)
+    return rounds + jnp.where(jnp.where(rounds % 2 == 1, stride - 1 - first, first) < rest, 1, 0), number
+
+
+def kernel(body, out_type, scratch, inputs, *, processors: int | None, interpret):
+    """Runs `body` on as many thread blocks as there are processors (None: the device's): two multipliers and a loader each."""
+    if processors is None:
+        device = jax.devices()[0]
+        processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(processors,),
+        grid_names=("block",),
+        num_threads=MULTIPLIERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(*inputs)
+
+
+def starts_of_blocks(positions_BT):
+    """[B, blocks] int32: the block where the sequence of a block begins, as its first row says."""
+    first_BI = positions_BT[:, ::BLOCK].astype(jnp.int32)
+    own_1I = jnp.arange(first_BI.shape[1], dtype=jnp.int32)[None]
+    return jnp.maximum(own_1I * BLOCK - first_BI, 0) // BLOCK
+
+
+def whole_blocks(q_BTHK, k_BTNK, v_BTNK, lse_BHT, delta_BHT, g_BTHK):
+    """The arrays with rows up to a multiple of 64, since a tile is copied whole. Those weigh nothing: exp2(0 - inf)."""
+    behind = -q_BTHK.shape[1] % BLOCK
+    if not behind:
+        return q_BTHK, k_BTNK, v_BTNK, lse_BHT, delta_BHT, g_BTHK
+    q, k, v, g = (jnp.pad(x, ((0, 0), (0, behind), (0, 0), (0, 0))) for x in (q_BTHK, k_BTNK, v_BTNK, g_BTHK))
+    lse, delta = (
+        jnp.pad(x, ((0, 0), (0, 0), (0, behind)), constant_values=fill) for x, fill in ((lse_BHT, jnp.inf), (delta_BHT, 0))
+    )
+    return q, k, v, lse, delta, g
+
+
 # --- on registers and tensor cores
 
 
@@ -73,12 +130,12 @@ def _add_step(sums, tiles, release, distance, state, *, scale: float):
         lse = plgpu.load(lse_smem, layout=_COLUMN)  # not before the wait: registers are few
         release()
         if distance is not None:
-            scores = mosaic_softmax.on_registers.seen(scores, distance)
-        weights, narrow = mosaic_softmax.on_registers.probabilities(scores, lse, scale=scale)
+            scores = mosaic_softmax.on_registers.seen(scores, distance, axis=1)
+        weights, narrow = mosaic_softmax.on_registers.probabilities(scores, lse, axis=1, scale=scale)
         plgpu.wgmma(dv_ref, narrow, g_smem)
         dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=1)
         delta = plgpu.load(delta_smem, layout=_COLUMN)
-        plgpu.wgmma(dk_ref, mosaic_softmax.on_registers.score_gradients(weights, dweights, delta), q_smem)
+        plgpu.wgmma(dk_ref, mosaic_softmax.on_registers.score_gradients(weights, dweights, delta, axis=1), q_smem)
         plgpu.wgmma_wait(1)  # the next step needs the registers of `narrow`
 
     pl.run_scoped(products, *[plgpu.ACC((BLOCK, BLOCK), jnp.float32)] * 2)
@@ -105,9 +162,9 @@ def _array_add_step(tiles, release, distance, state, *, scale: float):
     plgpu.commit_smem()  # tensor cores read as the TMA unit writes; registers do not
     scores = jnp.dot(k, q.T)
     if distance is not None:
-        scores = mosaic_softmax.interpreted.seen(scores, distance)
-    weights, narrow = mosaic_softmax.interpreted.probabilities(scores, lse, scale=scale)
-    dscores = mosaic_softmax.interpreted.score_gradients(weights, jnp.dot(v, g.T), delta)
+        scores = mosaic_softmax.interpreted.seen(scores, distance, axis=1)
+    weights, narrow = mosaic_softmax.interpreted.probabilities(scores, lse, axis=1, scale=scale)
+    dscores = mosaic_softmax.interpreted.score_gradients(weights, jnp.dot(v, g.T), delta, axis=1)
     dk, dv = state
     return dk + jnp.dot(dscores.astype(jnp.float32), q), dv + jnp.dot(narrow.astype(jnp.float32), g)
 
@@ -126,9 +183,9 @@ def _kernel(q, k, v, lse, delta, g, starts, middles, ends, dk, dv, *, config: Co
     G = H // N
     blocks = T // BLOCK
     per_row = B * N  # tiles of the same tokens' places
-    num_tiles = pl.cdiv(blocks, _MULTIPLIERS) * per_row
+    num_tiles = pl.cdiv(blocks, MULTIPLIERS) * per_row
     me = lax.axis_index("warpgroup")
-    first, stride = lax.axis_index("block"), lax.axis_size("block")
+    my_tiles, number = take_turns(num_tiles)
     sums = (_ARRAYS_HAVE if interpret else _REGISTERS_HAVE).sums
     k_smem, v_smem, q_smem, g_smem, lse_smem, delta_smem, out_smem = (
         shared[f"{name}_smem"] for name in ("k", "v", "q", "g", "lse", "delta", "out")
@@ -136,23 +193,15 @@ def _kernel(q, k, v, lse, delta, g, starts, middles, ends, dk, dv, *, config: Co
     keys_full, keys_empty, full, empty = (shared[name] for name in ("keys_full", "keys_empty", "full", "empty"))
 
     def place(i):
-        """(row of the batch, key/value head, first block of keys, last one, number of steps) of this block's i-th tile.
-
-        Every other round goes backwards, so that no block has the longest tile of every round.
-        """
-        odd = lax.rem(i, jnp.int32(2)) == 1
-        number = i * stride + jnp.where(odd, stride - 1 - first, first)
-        row, rest = lax.div(number, jnp.int32(per_row)), lax.rem(number, jnp.int32(per_row))
+        """(row of the batch, key/value head, first block of keys, last one, number of steps) of this block's i-th tile."""
+        row, rest = lax.div(number(i), jnp.int32(per_row)), lax.rem(number(i), jnp.int32(per_row))
         b, n = lax.div(rest, jnp.int32(N)), lax.rem(rest, jnp.int32(N))
-        begin = row * _MULTIPLIERS
-        last = jnp.minimum(begin + _MULTIPLIERS - 1, blocks - 1)
+        begin = row * MULTIPLIERS
+        last = jnp.minimum(begin + MULTIPLIERS - 1, blocks - 1)
         end = ends[b, begin]
-        for part in range(1, _MULTIPLIERS):
+        for part in range(1, MULTIPLIERS):
             end = jnp.maximum(end, ends[b, jnp.minimum(begin + part, last)])
         return b, n, begin, last, (end - begin) * G
-
-    rounds, rest = divmod(num_tiles, stride)
-    my_tiles = rounds + jnp.where(jnp.where(rounds % 2 == 1, stride - 1 - first, first) < rest, 1, 0)
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(config.stages))
@@ -185,7 +234,7 @@ def _kernel(q, k, v, lse, delta, g, starts, middles, ends, dk, dv, *, config: Co
         def _():
             plgpu.barrier_wait(keys_empty)
 
-        for part in range(_MULTIPLIERS):
+        for part in range(MULTIPLIERS):
             tokens = pl.ds(jnp.minimum(begin + part, last) * BLOCK, BLOCK)
             for source, target in ((k, k_smem), (v, v_smem)):
                 plgpu.copy_gmem_to_smem(source.at[b, tokens, n], target.at[part], keys_full)
@@ -254,18 +303,18 @@ def _kernel(q, k, v, lse, delta, g, starts, middles, ends, dk, dv, *, config: Co
         return done + steps
 
     def load_all():
-        plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+        plgpu.set_max_registers(REGISTERS[0], action="decrease")
         done = lax.fori_loop(0, my_tiles, load_tile, jnp.int32(0))
         # Everything comes back before the block ends.
         lax.fori_loop(jnp.maximum(done - config.stages, 0), done, lambda s, _: plgpu.barrier_wait(empty.at[slot_of(s)]), None)
         pl.when(my_tiles > 0)(lambda: plgpu.barrier_wait(keys_empty))
 
     def multiply_all():
-        plgpu.set_max_registers(_REGISTERS[1], action="increase")
+        plgpu.set_max_registers(REGISTERS[1], action="increase")
         lax.fori_loop(0, my_tiles, multiply_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(me == _MULTIPLIERS, load_all, multiply_all)
+    lax.cond(me == MULTIPLIERS, load_all, multiply_all)
 
 
 # A function of its own for JAX, because tracing and lowering take a second, and a model has as many calls as layers.
@@ -286,55 +335,29 @@ def keys_gradient(
       processors: thread blocks to start; None: as many as the device has processors.
       interpret: parameters of Pallas's interpreter, for a machine without a GPU.
     """
-    B, length, H, K = q_BTHK.shape
-    N = k_BTNK.shape[2]
-    if processors is None:
-        device = jax.devices()[0]
-        processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS
-    blocks = pl.cdiv(length, BLOCK)
-    T = blocks * BLOCK
-    first_BI = positions_BT[:, ::BLOCK].astype(jnp.int32)
-    block_1I = jnp.arange(blocks, dtype=jnp.int32)[None]
-    starts_BI = jnp.maximum(block_1I * BLOCK - first_BI, 0) // BLOCK
-    middles_BI, ends_BI = walks(block_1I - starts_BI, block=1, tile=1)
-    if T > length:  # rows behind the end weigh nothing: exp2(0 - inf)
-        rows = ((0, 0), (0, T - length), (0, 0), (0, 0))
-        q_BTHK, k_BTNK, v_BTNK, g_BTHK = (jnp.pad(x, rows) for x in (q_BTHK, k_BTNK, v_BTNK, g_BTHK))
-        lse_BHT, delta_BHT = (
-            jnp.pad(x, ((0, 0), (0, 0), (0, T - length)), constant_values=fill)
-            for x, fill in ((lse_BHT, jnp.inf), (delta_BHT, 0))
-        )
-    tiles = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
+    B, length, N, K = k_BTNK.shape
+    starts_BI = starts_of_blocks(positions_BT)
+    blocks = starts_BI.shape[1]
+    middles_BI, ends_BI = walks(jnp.arange(blocks, dtype=jnp.int32)[None] - starts_BI, block=1, tile=1)
     numbers = plgpu.SMEM((config.stages, BLOCK), jnp.float32)
-    own = tiles((_MULTIPLIERS, BLOCK, K))
-    slots = tiles((config.stages, BLOCK, K))
     scratch = dict(
-        k_smem=own,
-        v_smem=own,
-        q_smem=slots,
-        g_smem=slots,
+        k_smem=slots((MULTIPLIERS, BLOCK, K)),
+        v_smem=slots((MULTIPLIERS, BLOCK, K)),
+        q_smem=slots((config.stages, BLOCK, K)),
+        g_smem=slots((config.stages, BLOCK, K)),
         lse_smem=numbers,
         delta_smem=numbers,
-        out_smem=own,
-        keys_full=plgpu.Barrier(num_arrivals=2 * _MULTIPLIERS),
-        keys_empty=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
+        out_smem=slots((MULTIPLIERS, BLOCK, K)),
+        keys_full=plgpu.Barrier(num_arrivals=2 * MULTIPLIERS),
+        keys_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS),
         full=plgpu.Barrier(num_arrivals=_COPIES, num_barriers=config.stages),
-        empty=plgpu.Barrier(num_arrivals=_MULTIPLIERS, num_barriers=config.stages),
+        empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=config.stages),
     )
 
     def body(*refs, **shared):
         _kernel(*refs, config=config, interpret=interpret, **shared)
 
-    gradient = jax.ShapeDtypeStruct((B, T, N, K), jnp.bfloat16)
-    dk_BTNK, dv_BTNK = plgpu.kernel(
-        body,
-        out_type=(gradient, gradient),
-        scratch_types=scratch,
-        grid=(processors,),
-        grid_names=("block",),
-        num_threads=_MULTIPLIERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )(q_BTHK, k_BTNK, v_BTNK, lse_BHT, delta_BHT, g_BTHK, starts_BI, middles_BI, ends_BI)
+    gradient = jax.ShapeDtypeStruct((B, blocks * BLOCK, N, K), jnp.bfloat16)
+    inputs = *whole_blocks(q_BTHK, k_BTNK, v_BTNK, lse_BHT, delta_BHT, g_BTHK), starts_BI, middles_BI, ends_BI
+    dk_BTNK, dv_BTNK = kernel(body, (gradient, gradient), scratch, inputs, processors=processors, interpret=interpret)
     return dk_BTNK[:, :length], dv_BTNK[:, :length]

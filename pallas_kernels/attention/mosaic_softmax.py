@@ -195,14 +195,17 @@ def _inverse(total_R):
     return inverse(total_R)
 
 
-def _columns(array) -> list[ir.Value]:
-    """A thread's numbers of an array [S], by rising column."""
+def _spread(array, axis: int) -> list[list[ir.Value]]:
+    """[2][n], as `_numbers`: an array [R] by row (axis 0) or [S] by column."""
+    if axis == 0:
+        return [[x] * (COLUMNS // 4) for (x,) in _numbers(array)]
     places = [ir.DenseI64ArrayAttr.get([i]) for i in range(2)]
-    return [vector.extract(r, dynamic_position=[], static_position=p) for r in array.registers.reshape(-1) for p in places]
+    columns = [vector.extract(r, dynamic_position=[], static_position=p) for r in array.registers.reshape(-1) for p in places]
+    return [columns, columns]
 
 
-def _seen(scores_RS, distance):
-    """-inf where the key of row r is behind the query of column s: r > s + distance.
+def _seen(scores_RS, distance, *, axis: int):
+    """-inf where the key s is behind the query r: s > r + distance. Queries are along `axis`.
 
     Of a thread's numbers, each has a row and a column that differ from those of its first by constants: one register for all.
     """
@@ -221,55 +224,55 @@ def _seen(scores_RS, distance):
         warp, lane = arith.divsi(thread, number(32)), arith.remsi(thread, number(32))
         row = arith.addi(arith.muli(warp, number(16)), arith.divsi(lane, number(4)))
         column = arith.muli(arith.remsi(lane, number(4)), number(2))
-        ahead = arith.subi(arith.subi(row, column), distance.registers.item())
-        empty = _constant(-np.inf)
-        rows = [
-            [
-                arith.select(arith.cmpi(arith.CmpIPredicate.sle, ahead, number(8 * (c // 2) + c % 2 - 8 * r)), x, empty)
-                for c, x in enumerate(numbers)
-            ]
-            for r, numbers in enumerate(_numbers(mgpu.optimization_barrier(scores)))
-        ]
+        key, query = (column, row) if axis == 0 else (row, column)
+        ahead = arith.subi(arith.subi(key, query), distance.registers.item())
+
+        def masked(x, row, column):
+            least = number(row - column if axis == 0 else column - row)
+            return arith.select(arith.cmpi(arith.CmpIPredicate.sle, ahead, least), x, _constant(-np.inf))
+
+        numbers = _numbers(mgpu.optimization_barrier(scores))
+        rows = [[masked(x, 8 * r, 8 * (c // 2) + c % 2) for c, x in enumerate(xs)] for r, xs in enumerate(numbers)]
         return _like(scores, rows)
 
     return seen(scores_RS, distance)
 
 
-def _probabilities(scores_RS, lse_S, *, scale: float):
-    """exp2(scores * scale - lse) by column, [R, S]: float32, and rounded to bfloat16."""
+def _probabilities(scores_RS, lse, *, axis: int, scale: float):
+    """exp2(scores * scale - lse), lse by row (axis 0) or column: [R, S] float32, and rounded to bfloat16."""
 
     @plgpu.inline_mgpu(
-        arg_types=(_TILE, _COLUMN),
+        arg_types=(_TILE, (_ROW, _COLUMN)[axis]),
         return_type=tuple(plgpu.ShapeDtypeStruct((ROWS, COLUMNS), t, layout=_TILE) for t in (jnp.float32, jnp.bfloat16)),
     )
     def probabilities(_, scores, lse):
         scores = mgpu.optimization_barrier(scores)  # not before the tensor cores were waited for
         factor = _constant(scale)
-        negative = [arith.negf(x) for x in _columns(lse)]
         rows = [
-            [_exp2(math.fma(x, factor, subtract)) for x, subtract in zip(row, negative, strict=True)] for row in _numbers(scores)
+            [_exp2(math.fma(x, factor, arith.negf(subtract))) for x, subtract in zip(xs, subtracts, strict=True)]
+            for xs, subtracts in zip(_numbers(scores), _spread(lse, axis), strict=True)
         ]
         return _like(scores, rows), _like(scores, rows, ir.BF16Type.get())
 
-    return probabilities(scores_RS, lse_S)
+    return probabilities(scores_RS, lse)
 
 
-def _score_gradients(weights_RS, dweights_RS, delta_S):
-    """weights * (dweights - delta) by column, bfloat16 [R, S]."""
+def _score_gradients(weights_RS, dweights_RS, delta, *, axis: int):
+    """weights * (dweights - delta), delta by row (axis 0) or column: bfloat16 [R, S]."""
 
     @plgpu.inline_mgpu(
-        arg_types=(_TILE, _TILE, _COLUMN), return_type=plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16, layout=_TILE)
+        arg_types=(_TILE, _TILE, (_ROW, _COLUMN)[axis]),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16, layout=_TILE),
     )
     def gradients(_, weights, dweights, delta):
         dweights = mgpu.optimization_barrier(dweights)  # not before the tensor cores were waited for
-        subtract = _columns(delta)
         rows = [
-            [_multiply(w, arith.subf(d, each)) for w, d, each in zip(ws, ds, subtract, strict=True)]
-            for ws, ds in zip(_numbers(weights), _numbers(dweights), strict=True)
+            [_multiply(w, arith.subf(d, subtract)) for w, d, subtract in zip(*row, strict=True)]
+            for row in zip(_numbers(weights), _numbers(dweights), _spread(delta, axis), strict=True)
         ]
         return _like(weights, rows, ir.BF16Type.get())
 
-    return gradients(weights_RS, dweights_RS, delta_S)
+    return gradients(weights_RS, dweights_RS, delta)
 
 
 on_registers = types.SimpleNamespace(
@@ -331,18 +334,18 @@ def _array_inverse(total_R):
     return jnp.where(total_R == 0.0, 0.0, 1.0 / total_R)
 
 
-def _array_seen(scores_RS, distance):
-    row, column = (lax.broadcasted_iota(jnp.int32, scores_RS.shape, axis) for axis in (0, 1))
-    return jnp.where(row <= column + distance, scores_RS, _empty())
+def _array_seen(scores_RS, distance, *, axis: int):
+    query, key = (lax.broadcasted_iota(jnp.int32, scores_RS.shape, each) for each in (axis, 1 - axis))
+    return jnp.where(key <= query + distance, scores_RS, _empty())
 
 
-def _array_probabilities(scores_RS, lse_S, *, scale: float):
-    weights_RS = jnp.exp2(scores_RS * scale - lax.broadcast_in_dim(lse_S, scores_RS.shape, (1,)))
+def _array_probabilities(scores_RS, lse, *, axis: int, scale: float):
+    weights_RS = jnp.exp2(scores_RS * scale - lax.broadcast_in_dim(lse, scores_RS.shape, (axis,)))
     return weights_RS, _array_narrow(weights_RS)
 
 
-def _array_score_gradients(weights_RS, dweights_RS, delta_S):
-    return _array_narrow(weights_RS * (dweights_RS - lax.broadcast_in_dim(delta_S, weights_RS.shape, (1,))))
+def _array_score_gradients(weights_RS, dweights_RS, delta, *, axis: int):
+    return _array_narrow(weights_RS * (dweights_RS - lax.broadcast_in_dim(delta, weights_RS.shape, (axis,))))
 
 
 interpreted = types.SimpleNamespace(

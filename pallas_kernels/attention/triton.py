@@ -305,17 +305,12 @@ def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT):
     return tuple(gpu.run(launch, q_BTHK, k_BTNK, v_BTNK, positions_BT, positions_BT, B, T, 0))
 
 
-def block_positions(positions_BT):
-    """[B, T] int32: every token's position, if its sequence starts where the first token of its block says, as in the forward."""
+def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK):
+    """Gradients of q, k and v. Padding attends what it attends in the forward, as its log-sum-exp wants."""
     T = positions_BT.shape[1]
     token_T = jnp.arange(T, dtype=jnp.int32)
     start_BJ = jnp.maximum(token_T[None, ::KEY_BLOCK] - positions_BT[:, ::KEY_BLOCK].astype(jnp.int32), 0)
-    return token_T[None] - jnp.repeat(start_BJ, KEY_BLOCK, axis=1)[:, :T]
-
-
-def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK):
-    """Gradients of q, k and v. Padding attends what it attends in the forward, as its log-sum-exp wants."""
-    positions_BT = block_positions(positions_BT)
+    positions_BT = token_T[None] - jnp.repeat(start_BJ, KEY_BLOCK, axis=1)[:, :T]
     return triton_backward.attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK)
 
 

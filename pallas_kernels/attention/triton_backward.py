@@ -260,21 +260,23 @@ def dk_launch(q_shape, num_kv_heads: int, dtype, config: dict | None = None, til
     )
 
 
-def delta_and_dq(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK):
-    """Delta [B, H, T] float32 and the gradient of q, for the arguments of `attention_backward`."""
-    shape, length = q_BTHK.shape, q_BTHK.shape[1]
-    (delta_BHT,) = gpu.run(delta_launch(shape), out_BTHK, g_BTHK, length)
-    launch = dq_launch(shape, k_BTNK.shape[2], q_BTHK.dtype)
-    (dq_BTHK,) = gpu.run(launch, q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK, length)
-    return delta_BHT, dq_BTHK
+def delta(out_BTHK, g_BTHK):
+    """Row sums of ``out * g``, [B, H, T] float32."""
+    return gpu.run(delta_launch(g_BTHK.shape), out_BTHK, g_BTHK, g_BTHK.shape[1])[0]
+
+
+def queries_gradient(q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK):
+    """The gradient of q; see `attention_backward`."""
+    launch = dq_launch(q_BTHK.shape, k_BTNK.shape[2], q_BTHK.dtype)
+    return gpu.run(launch, q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK, q_BTHK.shape[1])[0]
 
 
 def keys_gradient(q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK):
     """The gradients of k and v."""
-    length = q_BTHK.shape[1]
     launch = dk_launch(q_BTHK.shape, k_BTNK.shape[2], q_BTHK.dtype)
     bounds = walks(positions_BT, block=launch.constants["BLOCK"], tile=launch.constants["TILE"])
-    return tuple(gpu.run(launch, q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK, *bounds, length))
+    inputs = q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK
+    return tuple(gpu.run(launch, *inputs, *bounds, q_BTHK.shape[1]))
 
 
 def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK):
@@ -292,5 +294,5 @@ def attention_backward(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, 
     Returns:
       Gradients of q, k and v. Those of a sequence do not depend on what else is in its row.
     """
-    delta_BHT, dq_BTHK = delta_and_dq(q_BTHK, k_BTNK, v_BTNK, positions_BT, out_BTHK, lse_BHT, g_BTHK)
-    return dq_BTHK, *keys_gradient(q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta_BHT, g_BTHK)
+    inputs = q_BTHK, k_BTNK, v_BTNK, positions_BT, lse_BHT, delta(out_BTHK, g_BTHK), g_BTHK
+    return queries_gradient(*inputs), *keys_gradient(*inputs)

@@ -1,4 +1,4 @@
-"""The Pallas gradients of keys and values for Hopper on a GPU: the Triton kernel's bits, packed and alone, in every run."""
+"""The Pallas gradients of attention for Hopper on a GPU: the Triton kernels' bits, packed and alone, in every run."""
 
 import functools
 
@@ -66,9 +66,10 @@ def test_values():
     weights /= weights.sum(axis=-1, keepdims=True)
     dweights = g @ v.swapaxes(1, 2)
     dscores = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True)) * K**-0.5
-    _, *got = _mosaic(*(x[:1] for x in _inputs(CASES[0], length)[:3]), _plain(length), _inputs(CASES[0], length)[3][:1])
-    for actual, by_head in zip(got, (dscores.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ g), strict=True):
-        want = by_head.reshape(N, H // N, length, K).sum(axis=1).swapaxes(0, 1)
+    got = _mosaic(*(x[:1] for x in _inputs(CASES[0], length)[:3]), _plain(length), _inputs(CASES[0], length)[3][:1])
+    sum_heads = lambda x: x.reshape(N, H // N, length, K).sum(axis=1)  # noqa: E731
+    wanted = dscores @ k, sum_heads(dscores.swapaxes(1, 2) @ q), sum_heads(weights.swapaxes(1, 2) @ g)
+    for actual, want in zip(got, (x.swapaxes(0, 1) for x in wanted), strict=True):
         # Weights, their gradients and results are rounded to 2^-9.
         np.testing.assert_allclose(np.asarray(actual[0].astype(jnp.float32)), want, rtol=0, atol=2.0**-7 * np.abs(want).max())
 

@@ -1,4 +1,4 @@
-"""The Pallas gradients of keys and values for Hopper: indexing, barriers and masks in Pallas's GPU interpreter."""
+"""The Pallas gradients of attention for Hopper: indexing, barriers and masks in Pallas's GPU interpreter."""
 
 import functools
 
@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 if jax.__version_info__ < (0, 11):
     pytest.skip("Pallas's GPU interpreter is too young before jax 0.11", allow_module_level=True)
 
-from pallas_kernels.attention import mosaic_backward, reference  # noqa: E402
+from pallas_kernels.attention import mosaic_backward, mosaic_backward_queries, reference  # noqa: E402
 
 # Two thread blocks share the tiles; slots are few, so that they come back often.
 HOST = dict(processors=2, config=mosaic_backward.Config(stages=2), interpret=plgpu.InterpretGPUParams(detect_races=True))
@@ -21,7 +21,9 @@ HOST = dict(processors=2, config=mosaic_backward.Config(stages=2), interpret=plg
 
 @functools.cache
 def _run():
-    return jax.jit(functools.partial(mosaic_backward.keys_gradient, **HOST))
+    """Gradients of q, k and v."""
+    queries, keys = mosaic_backward_queries.queries_gradient, mosaic_backward.keys_gradient
+    return jax.jit(lambda *args: (queries(*args, **HOST), *keys(*args, **HOST)))
 
 
 def _inputs(length, heads, kv_heads, head_dim, batch=1, seed=0):
@@ -49,7 +51,7 @@ def _check(inputs, positions):
     q, k, v, g = inputs
     lse, delta = _lse_and_delta(q, k, v, positions, g)
     got = _run()(q, k, v, positions, lse, delta, g)
-    want = reference.attention_backward(q, k, v, positions, None, None, g)[1:]
+    want = reference.attention_backward(q, k, v, positions, None, None, g)
     for a, b in zip(got, want, strict=True):
         b = np.asarray(b.astype(jnp.float32))
         # Weights, their gradients and results are rounded to 2^-9.
@@ -57,17 +59,21 @@ def _check(inputs, positions):
     return got
 
 
-def test_packed_sequences_have_the_bits_they_have_alone():
-    """Of 64, 128, 64 and 20 tokens: sequences begin at the second of two blocks that share a tile, and a tile has one block."""
-    lengths, inputs = (64, 128, 64, 20), _inputs(276, 4, 2, 64)
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    got = _check(inputs, jnp.asarray(positions[None], jnp.int32))
-    second = slice(64, 192)
-    own = jnp.arange(128, dtype=jnp.int32)[None]
-    q, k, v, g = (x[:, second] for x in inputs)
-    lse, delta = _lse_and_delta(q, k, v, own, g)
-    for whole, part in zip(got, _run()(q, k, v, own, lse, delta, g), strict=True):
-        assert np.asarray(whole[:, second]).tobytes() == np.asarray(part).tobytes()
+def test_packed_sequences_have_their_bits_in_any_place():
+    """Sequences begin at the first and at the second of two blocks that share a tile; the last tile has one block."""
+    lengths, orders = {"a": 64, "b": 128, "c": 64, "d": 20}, ("abcd", "bacd")
+    at = {name: 64 * sum(-(-lengths[each] // 64) for each in "abcd"[:i]) for i, name in enumerate("abcd")}
+    whole = _inputs(276, 4, 2, 64)
+    results = []
+    for order in orders:
+        inputs = [jnp.concatenate([x[:, at[name] : at[name] + lengths[name]] for name in order], axis=1) for x in whole]
+        positions = np.concatenate([np.arange(lengths[name]) for name in order])
+        found = _check(inputs, jnp.asarray(positions[None], jnp.int32))
+        ends = np.cumsum([lengths[name] for name in order])
+        results.append([{name: np.asarray(x[:, end - lengths[name] : end]) for name, end in zip(order, ends, strict=True)} for x in found])
+    for one, other in zip(*results, strict=True):
+        for name in lengths:
+            assert one[name].tobytes() == other[name].tobytes(), name
 
 
 def test_rows_of_a_batch_and_padding_that_attends_what_lies_before():
