@@ -52,10 +52,10 @@ def _add_step(dq_ref, tiles, numbers, release, mask, state, *, scale: float):
         plgpu.wgmma(scores_ref, q_smem, k_smem.transpose((1, 0)))
         plgpu.wgmma(dweights_ref, g_smem, v_smem.transpose((1, 0)))
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-        release()
         if mask:
             scores = math.seen(scores, jnp.int32(0), axis=0)
         weights, _ = math.probabilities(scores, lse, axis=0, scale=scale)
+        release()  # a branch, over which the assembler does not move the weights to behind the next wait
         dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=0)
         plgpu.wgmma(dq_ref, math.score_gradients(weights, dweights, delta, axis=0), k_smem)
 

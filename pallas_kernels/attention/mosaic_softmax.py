@@ -252,7 +252,10 @@ def _probabilities(scores_RS, lse, *, axis: int, scale: float):
             [_exp2(math.fma(x, factor, arith.negf(subtract))) for x, subtract in zip(xs, subtracts, strict=True)]
             for xs, subtracts in zip(_numbers(scores), _spread(lse, axis), strict=True)
         ]
-        return _like(scores, rows), _like(scores, rows, ir.BF16Type.get())
+        weights = _like(scores, rows)
+        if axis == 0:  # now, and not where they are used, which is behind the next wait
+            weights = mgpu.optimization_barrier(weights)
+        return weights, _like(scores, rows, ir.BF16Type.get())
 
     return probabilities(scores_RS, lse)
 
