@@ -49,10 +49,12 @@ class Config:
     """How the work is done. Changes speed, never bits.
 
     Attributes:
-      stages: slots of the ring of queries and their gradients.
+      stages: slots of the ring of queries and their gradients (dk and dv).
+      key_stages: slots of the ring of keys and values (dq).
     """
 
     stages: int = 3
+    key_stages: int = 4
 
 
 DEFAULT = Config()

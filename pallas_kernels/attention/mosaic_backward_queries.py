@@ -117,7 +117,7 @@ def _kernel(q, k, v, lse, delta, g, starts, dq, *, config: Config, interpret, **
         return b, pair * MULTIPLIERS, own, starts[b, own]
 
     def slot_of(step):
-        return lax.rem(step, jnp.int32(config.stages))
+        return lax.rem(step, jnp.int32(config.key_stages))
 
     # --- the loader
 
@@ -129,7 +129,7 @@ def _kernel(q, k, v, lse, delta, g, starts, dq, *, config: Config, interpret, **
             step = done + s
             slot = slot_of(step)
 
-            @pl.when(step >= config.stages)
+            @pl.when(step >= config.key_stages)
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
@@ -138,7 +138,7 @@ def _kernel(q, k, v, lse, delta, g, starts, dq, *, config: Config, interpret, **
                 plgpu.copy_gmem_to_smem(source.at[b, tokens, lax.div(head, jnp.int32(G))], target.at[slot], full.at[slot])
 
         # The multipliers give the queries back last: until then, the first keys.
-        ahead = jnp.minimum(steps, config.stages)
+        ahead = jnp.minimum(steps, config.key_stages)
         lax.fori_loop(0, ahead, load, None)
 
         @pl.when(i > 0)
@@ -190,7 +190,7 @@ def _kernel(q, k, v, lse, delta, g, starts, dq, *, config: Config, interpret, **
         plgpu.set_max_registers(REGISTERS[0], action="decrease")
         done = lax.fori_loop(0, my_tiles, load_tile, jnp.int32(0))
         # Everything comes back before the block ends.
-        lax.fori_loop(jnp.maximum(done - config.stages, 0), done, lambda s, _: plgpu.barrier_wait(empty.at[slot_of(s)]), None)
+        lax.fori_loop(jnp.maximum(done - config.key_stages, 0), done, lambda s, _: plgpu.barrier_wait(empty.at[slot_of(s)]), None)
         pl.when(my_tiles > 0)(lambda: plgpu.barrier_wait(queries_empty))
 
     def multiply_all():
@@ -215,13 +215,13 @@ def queries_gradient(
         g_smem=slots((MULTIPLIERS, BLOCK, K)),
         lse_smem=numbers,
         delta_smem=numbers,
-        k_smem=slots((config.stages, BLOCK, K)),
-        v_smem=slots((config.stages, BLOCK, K)),
+        k_smem=slots((config.key_stages, BLOCK, K)),
+        v_smem=slots((config.key_stages, BLOCK, K)),
         out_smem=slots((MULTIPLIERS, BLOCK, K)),
         queries_full=plgpu.Barrier(num_arrivals=MULTIPLIERS * _COPIES),
         queries_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-        empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=config.stages),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
+        empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=config.key_stages),
     )
 
     def body(*refs, **shared):

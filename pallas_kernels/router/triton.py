@@ -1,8 +1,12 @@
-"""MoE router on a GPU: logits, softmax and top-k in one kernel, for tiles of ROWS tokens.
+"""MoE router on a GPU, in two kernels: logits of tiles of tokens and experts, then softmax and top-k of each token.
 
-The product is float32 by float32 on the ordinary cores ("ieee"): neither TF32 nor bfloat16 passes. Every tile has the same shape
-and walks through D in the same steps, so a token's bits do not depend on how many there are. They are not the reference's bits:
-its matrix product adds in another order.
+The weight is float32 and the tokens are bfloat16, which the tensor cores cannot multiply by each other. So the weight is cut into
+three bfloat16 numbers whose sum it is (8 bits of its 24 each): all products are exact, and they are added in float32, the small
+ones first, sums of DEPTH products apart from each other. That is as good as float32 throughout, at ten times its speed, and no TF32
+or rounding of the weight is in it. Tokens in float32 (the `fp32` recipe) are multiplied on the ordinary cores ("ieee").
+
+Every tile walks through D in the same steps, so a token's bits do not depend on how many there are. They are not the reference's
+bits: its matrix product adds in another order.
 """
 
 import jax
@@ -11,52 +15,76 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import gpu
-from pallas_kernels.triton_numerics import exp, ordered_sum, padded, sortable
+from pallas_kernels.triton_numerics import INTERPRETED, exp, ordered_sum, padded, sortable
 
-_ROWS = 16
-_BLOCK_D = 32
+_TILE_EXPERTS = 64  # rows of a tensor-core product
+_FEW_TOKENS, _TILE_TOKENS = 16, 64  # columns: few, so that decoding has more programs
+_MANY_TOKENS = 512  # from here on there are programs enough
+_DEPTH = 64  # products that are summed on their own: part of the order of sums
+_CHOICE_NUMBERS = 512  # that a program of one warp keeps
 _SMALLEST = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def _router_kernel(
-    x,
-    weight,
-    num_rows,
-    weights,
-    experts,
-    WIDTH: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE_E: tl.constexpr,
-    SIZE_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row = tl.expand_dims(tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), 1)
-    expert = tl.expand_dims(tl.arange(0, SIZE_E), 0)
-    depth = tl.arange(0, BLOCK_D)
-    logits = tl.zeros((ROWS, SIZE_E), tl.float32)
-    for start in range(0, WIDTH, BLOCK_D):
-        column = start + tl.expand_dims(depth, 0)
-        tile = tl.load(x + row * WIDTH + column, mask=(row < num_rows) & (column < WIDTH), other=0.0).to(tl.float32)
-        line = start + tl.expand_dims(depth, 1)
-        matrix = tl.load(weight + expert * WIDTH + line, mask=(expert < EXPERTS) & (line < WIDTH), other=0.0)
-        logits = tl.dot(tile, matrix, logits, input_precision="ieee")
+def _bfloat16_part(x):
+    """The first 8 bits of float32 numbers, as bfloat16, and what is left of them, exactly; of infinity, zero is left."""
+    part = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    rest = tl.where(part == x, 0.0, x - part)
+    return part if INTERPRETED else part.to(tl.bfloat16), rest
 
+
+@triton.jit
+def _logits_kernel(
+    x, weight, num_rows, logits,
+    WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TILE_EXPERTS: tl.constexpr, TILE_TOKENS: tl.constexpr, DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """logits [M, E] of x [M, D] and weight [E, D]; the experts are the rows of the product, so that tokens may be few."""
+    row = (tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS))[:, None]
+    expert = (tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS))[:, None]
+    sums = tl.zeros((TILE_EXPERTS, TILE_TOKENS), tl.float32)
+    for start in range(0, WIDTH, DEPTH):
+        column = start + tl.arange(0, DEPTH)[None, :]
+        tile = tl.load(x + row * WIDTH + column, mask=(row < num_rows) & (column < WIDTH), other=0.0)
+        matrix = tl.load(weight + expert * WIDTH + column, mask=(expert < EXPERTS) & (column < WIDTH), other=0.0)
+        if SPLIT:
+            if INTERPRETED:
+                tile = tile.to(tl.float32)
+            high, rest = _bfloat16_part(matrix)
+            middle, rest = _bfloat16_part(rest)
+            low, rest = _bfloat16_part(rest)
+            tokens = tl.trans(tile)
+            part = tl.dot(low, tokens)
+            part = tl.dot(middle, tokens, part)
+            sums = sums + tl.dot(high, tokens, part)
+        else:
+            sums = tl.dot(matrix, tl.trans(tile.to(tl.float32)), sums, input_precision="ieee")
+    expert = tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS)[None, :]
+    tl.store(logits + row * EXPERTS + expert, tl.trans(sums), mask=(row < num_rows) & (expert < EXPERTS))
+
+
+@triton.jit
+def _choice_kernel(
+    logits, num_rows, weights, experts,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE_E: tl.constexpr, SIZE_K: tl.constexpr,
+):  # fmt: skip
+    """The TOP_K largest of each row, ties to the lower number, and their share of the softmax."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    expert = tl.arange(0, SIZE_E)[None, :]
     is_expert = expert < EXPERTS
-    top = tl.max(tl.where(is_expert, logits, float("-inf")), axis=1)
-    powers = tl.where(is_expert, exp(logits - tl.expand_dims(top, 1)), 0.0)
-    keys = tl.where(is_expert, sortable(logits), _SMALLEST)
-    rank = tl.expand_dims(tl.arange(0, SIZE_K), 0)
+    logit = tl.load(logits + row * EXPERTS + expert, mask=(row < num_rows) & is_expert, other=0.0)
+    top = tl.max(tl.where(is_expert, logit, float("-inf")), axis=1)
+    powers = tl.where(is_expert, exp(logit - top[:, None]), 0.0)
+    keys = tl.where(is_expert, sortable(logit), _SMALLEST)
+    rank = tl.arange(0, SIZE_K)[None, :]
     chosen = tl.zeros((ROWS, SIZE_K), tl.float32)
     numbers = tl.zeros((ROWS, SIZE_K), tl.int32)
     for r in tl.static_range(TOP_K):
-        largest = tl.expand_dims(tl.max(keys, axis=1), 1)
-        number = tl.expand_dims(tl.min(tl.where(keys == largest, expert, SIZE_E), axis=1), 1)
+        largest = tl.max(keys, axis=1)[:, None]
+        number = tl.min(tl.where(keys == largest, expert, SIZE_E), axis=1)[:, None]
         is_number = expert == number
-        power = tl.expand_dims(tl.sum(tl.where(is_number, powers, 0.0), axis=1), 1)  # of zeros and one number: exact
+        power = tl.sum(tl.where(is_number, powers, 0.0), axis=1)[:, None]  # of zeros and one number: exact
         chosen = tl.where(rank == r, power, chosen)
         numbers = tl.where(rank == r, number, numbers)
         keys = tl.where(is_number, _SMALLEST, keys)
@@ -65,31 +93,47 @@ def _router_kernel(
     else:
         total = ordered_sum(powers, ROWS, SIZE_E)
     mask = (row < num_rows) & (rank < TOP_K)
-    tl.store(weights + row * TOP_K + rank, tl.div_rn(chosen, tl.broadcast_to(tl.expand_dims(total, 1), chosen.shape)), mask=mask)
+    tl.store(weights + row * TOP_K + rank, tl.div_rn(chosen, tl.broadcast_to(total[:, None], chosen.shape)), mask=mask)
     tl.store(experts + row * TOP_K + rank, numbers, mask=mask)
 
 
-def router_launch(num_rows: int, width: int, num_experts: int, top_k: int, normalize: bool) -> gpu.Launch:
-    """Inputs: x [M, D], weight [E, D] float32, M. Outputs: weights [M, k] float32, experts [M, k] int32."""
+def logits_launch(num_rows: int, width: int, num_experts: int, dtype) -> gpu.Launch:
+    """Inputs: x [M, D] of `dtype`, weight [E, D] float32, M. Output: logits [M, E] float32."""
+    split = dtype == jnp.bfloat16
+    tile_tokens = _TILE_TOKENS if split and num_rows > _MANY_TOKENS else _FEW_TOKENS
     return gpu.Launch(
-        _router_kernel,
-        gpu.outputs(((num_rows, top_k), jnp.float32), ((num_rows, top_k), jnp.int32)),
-        grid=(triton.cdiv(num_rows, _ROWS),),
+        _logits_kernel,
+        gpu.outputs(((num_rows, num_experts), jnp.float32)),
+        grid=(triton.cdiv(num_rows, tile_tokens), triton.cdiv(num_experts, _TILE_EXPERTS)),
         constants=dict(
             WIDTH=width,
             EXPERTS=num_experts,
-            TOP_K=top_k,
-            NORMALIZE=normalize,
-            ROWS=_ROWS,
-            SIZE_E=max(16, padded(num_experts)),
-            SIZE_K=padded(top_k),
-            BLOCK_D=_BLOCK_D,
+            TILE_EXPERTS=_TILE_EXPERTS,
+            TILE_TOKENS=tile_tokens,
+            DEPTH=_DEPTH,
+            SPLIT=split,
         ),
-        num_warps=8 if num_experts > 64 else 4,
+        num_warps=4,
+        num_stages=4 if split else 2,
+    )
+
+
+def choice_launch(num_rows: int, num_experts: int, top_k: int, normalize: bool) -> gpu.Launch:
+    """Inputs: logits [M, E] float32, M. Outputs: weights [M, k] float32, experts [M, k] int32."""
+    size = max(16, padded(num_experts))
+    rows = max(1, _CHOICE_NUMBERS // size)
+    return gpu.Launch(
+        _choice_kernel,
+        gpu.outputs(((num_rows, top_k), jnp.float32), ((num_rows, top_k), jnp.int32)),
+        grid=(triton.cdiv(num_rows, rows),),
+        constants=dict(EXPERTS=num_experts, TOP_K=top_k, NORMALIZE=normalize, ROWS=rows, SIZE_E=size, SIZE_K=padded(top_k)),
+        num_warps=1,
     )
 
 
 def router(x_MD, weight_ED, *, top_k, normalize) -> tuple[jax.Array, jax.Array]:
-    launch = router_launch(*x_MD.shape, weight_ED.shape[0], top_k, normalize)
-    weights_Mk, experts_Mk = gpu.run(launch, x_MD, weight_ED, x_MD.shape[0])
+    M, D = x_MD.shape
+    E = weight_ED.shape[0]
+    (logits_ME,) = gpu.run(logits_launch(M, D, E, x_MD.dtype), x_MD, weight_ED, M)
+    weights_Mk, experts_Mk = gpu.run(choice_launch(M, E, top_k, normalize), logits_ME, M)
     return weights_Mk, experts_Mk

@@ -35,7 +35,9 @@ MODELS = {
     "8b nvfp4": (DENSE, dict(name="nvfp4")),
     "deep nvfp4": (DEEP, dict(name="nvfp4")),
     "deep nvfp4_experts": (DEEP, EXPERTS),
+    "deep nvfp4_te": (DEEP, dict(name="nvfp4_te")),
 }
+ALIGNED = [name for name in MODELS if not name.endswith("te")]
 PROMPT_LENGTHS = (1, 17, 63, 64, 65, 130, 200, 333)
 
 
@@ -67,11 +69,18 @@ def assert_no_gap(policy, rollouts, **truncation):
     return int(mask.sum())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALIGNED)
 def test_sampled_log_probs_are_the_learners(name):
     _, policy = policy_of(name)
     rollouts = sampled(policy, prompts_of(policy, 8), n=4, max_tokens=512)
     assert assert_no_gap(policy, rollouts) > 10_000
+
+
+@pytest.mark.parametrize(("prompts", "n", "seed"), [(1, 1, 1), (64, 4, 2), (256, 1, 3)])
+def test_batches_of_1_to_256_and_other_seeds(prompts, n, seed):
+    _, policy = policy_of("30b nvfp4")
+    rollouts = sampled(policy, prompts_of(policy, prompts), n=n, max_tokens=512, seed=seed)
+    assert assert_no_gap(policy, rollouts) > 400 * prompts * n * (prompts > 1)
 
 
 @pytest.mark.parametrize("name", ["30b nvfp4"])
@@ -115,7 +124,7 @@ def test_updates_have_no_gap_and_repeat(name, micro_batches, remat):
         remat=remat,
     )
     first = None
-    for repeat in range(5):
+    for repeat in range(20 if name.startswith("deep") else 5):
         state, current = init_state(jax.tree.map(jnp.copy, params), optimizer), policy
         for step in range(3 if repeat == 0 else 1):
             rollouts = sampled(current, prompts_of(current, 8), n=4, max_tokens=96, seed=step)
@@ -130,3 +139,21 @@ def test_updates_have_no_gap_and_repeat(name, micro_batches, remat):
         if first is not None:
             assert (moved, norm) == first, "the same update gave other bits"
         first = moved, norm
+
+
+def test_te_holds_what_its_batch_allows():
+    """Scales of the whole batch: the same batch has the same bits in every run, in the gradient's forward and with other weights."""
+    params, policy = policy_of("deep nvfp4_te")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, policy.config.vocab_size, (16, 200)), jnp.int32)
+    optimizer = optax.sgd(0.3)
+    update = make_update(optimizer, lambda log_probs, batch: grpo_loss(log_probs, batch.sampler_log_probs, batch.advantages))
+    advantages = jnp.asarray(np.random.default_rng(1).standard_normal(16), jnp.float32)
+    first = np.asarray(mt.token_log_probs(policy, tokens))
+    for _ in range(20):
+        assert same(np.asarray(mt.token_log_probs(policy, tokens)), first)
+    state = init_state(jax.tree.map(jnp.copy, params), optimizer)
+    for step in range(3):
+        log_probs = mt.token_log_probs(policy, tokens)
+        assert step == 0 or not same(np.asarray(log_probs), first)  # the weights did move
+        state, policy, metrics = update(state, policy, Batch(tokens, jnp.ones((16, 199), bool), log_probs, advantages))
+        assert metrics[f"{GAP}/max"] == 0 and metrics["update_applied"] == 1, metrics

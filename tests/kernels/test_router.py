@@ -25,29 +25,48 @@ def _interpreted():
             x, weight, top_k=k, normalize=normalize
         )
         # The weights pass through another exponential: they are compared by tolerance here, the experts by their bits below.
-        launch = triton.router_launch(M, D, E, k, normalize)
-        actual, _ = gpu.interpret(launch, np.asarray(x), np.asarray(weight), M)
-        np.testing.assert_allclose(actual, weights, rtol=2.0**-18)
-        yield name, launch, (x, weight, M), [actual, experts]
+        for kind in (jnp.float32, jnp.bfloat16):
+            (logits,) = gpu.interpret(triton.logits_launch(M, D, E, kind), np.asarray(x.astype(kind)), np.asarray(weight), M)
+            launch = triton.choice_launch(M, E, k, normalize)
+            actual, _ = gpu.interpret(launch, logits, M)
+            np.testing.assert_allclose(actual, weights, rtol=2.0**-18)
+            yield f"{name}, {kind.__name__}", launch, (logits, M), [actual, experts]
+
+    # Tokens that pick one number of each expert: the logit is the weight, to the last of its 24 bits.
+    rng = np.random.default_rng(1)
+    weight = (rng.standard_normal((16, 16)) * 2.0 ** rng.integers(-60, 60, (16, 16))).astype(np.float32)
+    weight[3, 4] = np.finfo(np.float32).max  # to round it to bfloat16 would make it infinite
+    x = np.eye(16, dtype=jnp.bfloat16)
+    yield "three parts", triton.logits_launch(16, 16, 16, x.dtype), (x, weight, 16), [np.ascontiguousarray(weight.T)]
 
 
 def _compiled():
     from pallas_kernels.router import triton
 
-    x, weight = jax.ShapeDtypeStruct((64, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((128, 2048), jnp.float32)
-    yield "router", triton.router_launch(64, 2048, 128, 8, True), (x, weight, 64)
+    array = jax.ShapeDtypeStruct
+    for kind in (jnp.bfloat16, jnp.float32):
+        inputs = array((64, 2048), kind), array((128, 2048), jnp.float32), 64
+        yield f"logits, {kind.__name__}", triton.logits_launch(64, 2048, 128, kind), inputs
+    yield "choice", triton.choice_launch(64, 128, 8, True), (array((64, 128), jnp.float32), 64)
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", _SHAPES)
-def test_experts_are_the_references(child, name):
-    assert child("interpret")[name] == [0, 0]
+def test_experts_are_the_references(child, name, kind):
+    assert child("interpret")[f"{name}, {kind}"] == [0, 0]
+
+
+def test_a_weight_has_all_its_bits(child):
+    assert child("interpret")["three parts"] == [0]
 
 
 @pytest.mark.parametrize("capability", ["90", "103"])
-def test_compiled_to_float32_arithmetic(child, capability):
-    found = child("compile")["router"][capability]
-    assert found["atomics"] == found["mma"] == 0
-    assert found["multiply_adds"] > 0  # the dot, and nothing but the dot
+def test_compiled_to_three_products_or_to_float32_arithmetic(child, capability):
+    found = {name: each[capability] for name, each in child("compile").items()}
+    assert not any(each["atomics"] for each in found.values())
+    assert found["logits, bfloat16"]["mma"] > 0 and found["logits, bfloat16"]["mma"] % 3 == 0
+    assert found["logits, bfloat16"]["multiply_adds"] == 0
+    assert found["logits, float32"]["mma"] == 0 and found["logits, float32"]["multiply_adds"] > 0  # the dot
 
 
 if __name__ == "__main__":
