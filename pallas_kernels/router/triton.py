@@ -1,9 +1,9 @@
 """MoE router on a GPU, in two kernels: logits of tiles of tokens and experts, then softmax and top-k of each token.
 
 The weight is float32 and the tokens are bfloat16, which the tensor cores cannot multiply by each other. So the weight is cut into
-three bfloat16 numbers whose sum it is (8 bits of its 24 each): all products are exact, and they are added in float32, the small
-ones first, sums of DEPTH products apart from each other. That is as good as float32 throughout, at ten times its speed, and no TF32
-or rounding of the weight is in it. Tokens in float32 (the `fp32` recipe) are multiplied on the ordinary cores ("ieee").
+three bfloat16 numbers whose sum it is (8 of its 24 bits each): products are exact, and they are added in float32, the small
+ones first, sums of DEPTH products apart from each other. No TF32 and no rounding of the weight is in it, logits keep the bound
+of a float32 product, and it is ten times as fast. Tokens in float32 (the `fp32` recipe) go to the ordinary cores ("ieee").
 
 Every tile walks through D in the same steps, so a token's bits do not depend on how many there are. They are not the reference's
 bits: its matrix product adds in another order.

@@ -142,7 +142,7 @@ def test_updates_have_no_gap_and_repeat(name, micro_batches, remat):
 
 
 def test_te_holds_what_its_batch_allows():
-    """Scales of the whole batch: the same batch has the same bits in every run, in the gradient's forward and with other weights."""
+    """Scales of the whole batch: the same batch has the same bits in every run and in the gradient, update for update."""
     params, policy = policy_of("deep nvfp4_te")
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, policy.config.vocab_size, (16, 200)), jnp.int32)
     optimizer = optax.sgd(0.3)

@@ -16,7 +16,8 @@ if jax.__version_info__ < (0, 11):
 from pallas_kernels.attention import mosaic_backward, mosaic_backward_queries, reference  # noqa: E402
 
 # Two thread blocks share the tiles; slots are few, so that they come back often.
-HOST = dict(processors=2, config=mosaic_backward.Config(stages=2, key_stages=2), interpret=plgpu.InterpretGPUParams(detect_races=True))
+FEW = mosaic_backward.Config(stages=2, key_stages=2)
+HOST = dict(processors=2, config=FEW, interpret=plgpu.InterpretGPUParams(detect_races=True))
 
 
 @functools.cache
