@@ -7,6 +7,8 @@ from typing import Any
 
 from minite_jax.model.rope import RopeScaling
 
+_MOST = 10_000  # layers, and experts: beyond it is a mistake, which walking through them would take minutes to find
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -66,6 +68,9 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("num_hidden_layers", "num_experts"):
+            if getattr(self, name) > _MOST:
+                raise ValueError(f"{name}={getattr(self, name)} must be at most {_MOST}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "

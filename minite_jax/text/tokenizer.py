@@ -7,13 +7,13 @@ generation_config.json    end tokens, one or several (may be missing; config.jso
 """
 
 import functools
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 from minite_jax.errors import UserError
+from minite_jax.files import read_json_object
 from minite_jax.optional import require
 from minite_jax.text import base
 from minite_jax.text.template import ChatTemplate
@@ -170,20 +170,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object of a file; an empty one where there is no such file.
-
-    Raises:
-      UserError: it cannot be read, or holds no object.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}; copy it anew") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds no JSON object; copy it anew")
-    return content
+    """The JSON object of a file; an empty one where there is no such file. Raises UserError where it holds something else."""
+    return read_json_object(file) if file.is_file() else {}
 
 
 def _content(token: Any) -> Any:

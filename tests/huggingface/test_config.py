@@ -101,6 +101,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"num_experts": None}, "num_experts is missing"),
         ({"num_experts": 0}, "num_experts=0 of a qwen3_moe"),
         ({"num_local_experts": 64}, "num_experts and num_local_experts disagree"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be at most 10000"),
+        ({"num_experts": 10**9}, "num_experts=1000000000 must be at most 10000"),
+        ({"mlp_only_layers": [True]}, "should be a list of layers' numbers"),
         ({"mlp_only_layers": [50]}, "mlp_only_layers names layer 50; there are 0 to 47"),
         ({"decoder_sparse_step": 49}, "leave no layer for experts"),
         ({"rope_theta": None}, "rope_theta is missing"),
@@ -130,11 +133,12 @@ def test_other_families_have_no_experts():
         from_json(changed(LLAMA, mlp_bias=True))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\x00", b"\xff\xfe", b"[" * 100_000], ids=range(7))
 def test_files_that_are_no_config(tmp_path, content):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(CheckpointError, match="config.json"):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="config.json") as caught:
         read_config(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_yarn_by_hand():

@@ -13,7 +13,7 @@ import pytest
 
 import minite_jax as mt
 from minite_jax.checkpoint import CheckpointError
-from minite_jax.checkpoint.huggingface import files, filling, open_folder, placements, writer
+from minite_jax.checkpoint.huggingface import files, filling, open_folder, placements, reader, writer
 from minite_jax.model import tiny_dense, tiny_moe
 from minite_jax.model.params import abstract_params, path_name
 
@@ -186,6 +186,12 @@ def _index_points_out_of_the_folder(folder, contents, rewrite):
     return "names '../model.safetensors', which is no file of this folder"
 
 
+def _index_with_an_empty_name(folder, contents, rewrite):
+    with _changed_index(folder) as files:
+        files["lm_head.weight"] = ""
+    return "names '', which is no file of this folder"
+
+
 def _index_without_a_tensor(folder, contents, rewrite):
     with _changed_index(folder) as files:
         del files["model.norm.weight"]
@@ -206,7 +212,7 @@ def _both_names(folder, contents, rewrite):
     "spoil",
     [
         _shorten_file, _remove_shard, _shard_lacks_a_tensor, _index_lists_what_no_shard_has, _index_points_out_of_the_folder,
-        _index_without_a_tensor, _index_of_something_else, _both_names,
+        _index_with_an_empty_name, _index_without_a_tensor, _index_of_something_else, _both_names,
     ],
 )  # fmt: skip
 def test_spoilt_shards(copy_of, contents, rewrite, spoil):
@@ -261,6 +267,22 @@ def test_spoilt_tensors(copy_of, contents, rewrite, spoil):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_hidden_layers=9_999), "says that it has 9999 layers of 8 experts, and holds 69 tensors"),
+        (dict(num_experts=9_999, num_local_experts=9_999), "says that it has 2 layers of 9999 experts, and holds 69 tensors"),
+    ],
+)
+def test_more_layers_or_experts_than_tensors(copy_of, edit_json, monkeypatch, changes, message):
+    """Found before the names of a hundred million tensors are laid out."""
+    folder = copy_of("qwen3_moe")
+    edit_json(folder / "config.json", **changes)
+    monkeypatch.setattr(reader, "placements", lambda *_, **__: pytest.fail("laid out"))
+    with pytest.raises(CheckpointError, match=message):
+        open_folder(folder)
+
+
 def test_an_output_embedding_is_not_made_up(copy_of, edit_json):
     folder = copy_of("llama")
     edit_json(folder / "config.json", tie_word_embeddings=False)
@@ -306,6 +328,7 @@ _ONE = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
     [
         (b"{]", b"", "wrong header"),
         (b"[]", b"", "no JSON object"),
+        (b"[" * 100_000, b"", "wrong header .*recursion"),
         (_ONE + b"," + _ONE[1:] + b"}", b"\0" * 8, "a is there twice"),
         (b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', b"\0" * 8, r"F32 \[3\] of tensor a are not 8 bytes"),
         (b'{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}', b"\0" * 8, "tensor a is described as"),

@@ -471,6 +471,14 @@ def _quant(**changes):
     return lambda quant: quant | changes
 
 
+def _weights(**changes):
+    def change(quant):
+        group = quant["config_groups"]["group_0"]
+        return quant | {"config_groups": {"group_0": group | {"weights": group["weights"] | changes}}}
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
@@ -480,6 +488,15 @@ def _quant(**changes):
         ("modelopt", _quant(quant_method="awq"), "quant_method=awq is not read here"),
         ("modelopt", lambda quant: [quant], r"quantization_config=\[.* is no JSON object"),
         ("compressed-tensors", _quant(format="float-quantized"), "format float-quantized is not read here"),
+        ("compressed-tensors", _quant(format=["x"]), r"format \['x'\] is not read here"),
+        ("compressed-tensors", _quant(transform_config={"config_groups": {"R1": {}}}), "unknown key transform_config of the quant"),
+        ("compressed-tensors", _quant(sparsity_config={"format": "sparse-24-bitmask"}), "unknown key sparsity_config of the quant"),
+        ("compressed-tensors", _quant(config_groups={}), r"config_groups=\{\} does not say what is quantised"),
+        ("compressed-tensors", _weights(symmetric=False), "group_0 has weights with symmetric=False, and NVFP4 has True"),
+        ("compressed-tensors", _weights(strategy="group"), "group_0 has weights with strategy=group, and NVFP4 has tensor_group"),
+        ("modelopt", _weights(num_bits=8), "group_0 has weights with num_bits=8, and NVFP4 has 4"),
+        ("modelopt", _quant(pre_quant_scale=True), "unknown key pre_quant_scale of the quantisation"),
+        ("modelopt", _quant(quantized_layers={"lm_head": {"quant_algo": "FP8"}}), "unknown key quantized_layers"),
         ("compressed-tensors", _quant(config_groups={"group_0": {"weights": {"num_bits": 8}}}), "num_bits=8, and NVFP4 has 4"),
         (
             "compressed-tensors",
@@ -495,6 +512,20 @@ def test_other_quantisations_are_refused(folder, edit_json, layout, change, mess
     with pytest.raises(CheckpointError, match=message) as caught:
         mt.load_nvfp4(out)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("modelopt", dict(group_size=None, pre_quant_scale=False, has_zero_point=False, kv_cache_scheme={"num_bits": 8})),
+        ("compressed-tensors", dict(sparsity_config={}, transform_config={}, version="0.15.0", global_compression_ratio=1.7)),
+    ],
+)
+def test_what_is_said_to_be_absent_is_no_obstacle(policies, folder, edit_json, layout, more):
+    out = folder(layout)
+    quant = json.loads((out / "config.json").read_text())["quantization_config"]
+    edit_json(out / "config.json", quantization_config=quant | more)
+    assert_same_bits(mt.load_nvfp4(out), policies("nvfp4"))
 
 
 def test_the_two_configurations_must_agree(folder, edit_json):

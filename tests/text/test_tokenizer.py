@@ -150,9 +150,9 @@ def test_errors_of_files(folder):
     assert _line(load, path).startswith(f"{path / 'tokenizer.json'} is no tokenizer: ")
     folder.write()
     (path / "tokenizer_config.json").write_text("{")
-    assert _line(load, path).startswith(f"{path / 'tokenizer_config.json'} cannot be read: ")
+    assert _line(load, path).startswith(f"{path / 'tokenizer_config.json'} cannot be read as JSON (")
     (path / "tokenizer_config.json").write_text("[]")
-    assert _line(load, path) == f"{path / 'tokenizer_config.json'} holds no JSON object; copy it anew"
+    assert _line(load, path) == f"{path / 'tokenizer_config.json'} holds no JSON object: fetch the file again"
     (path / "tokenizer_config.json").write_bytes(b"\xff\xfe{}")
     assert "cannot be read" in _line(load, path)
 

@@ -170,12 +170,14 @@ def _sizes() -> dict[int, tuple[str, int, int]]:
     return {int(kind): (kind.name, *size) for kind, size in constants.GGML_QUANT_SIZES.items()}
 
 
-def is_readable(dtype: str) -> bool:
-    """Whether tensors of a type can be turned into floats."""
+@functools.cache
+def readable_types() -> tuple[str, ...]:
+    """The types of tensors that can be turned into floats."""
     # The package has no list of what it dequantises; an empty row tells.
-    if dtype in _PLAIN:
-        return True
-    block = {name: size for name, *size in _sizes().values()}[dtype][1]
+    return tuple(name for name, _, nbytes in _sizes().values() if name in _PLAIN or _is_dequantized(name, nbytes))
+
+
+def _is_dequantized(dtype: str, block: int) -> bool:
     try:
         _dequantized(np.zeros((1, block), np.uint8), dtype)
     except NotImplementedError:

@@ -16,6 +16,7 @@ from minite_jax.checkpoint.gguf.config import architecture, read_config
 from minite_jax.checkpoint.huggingface.files import Tensor
 from minite_jax.checkpoint.huggingface.filling import fill_params, finite_in
 from minite_jax.checkpoint.huggingface.names import Placement
+from minite_jax.checkpoint.huggingface.reader import check_counts, misfit
 from minite_jax.checkpoint.leaves import shorten
 from minite_jax.model.config import ModelConfig
 from minite_jax.model.params import ParamSpec
@@ -64,16 +65,12 @@ def open_gguf(path: str | Path) -> GgufFile:
     path = Path(path)
     metadata, tensors = file_lib.read_header(path)
     config = read_config(metadata, tensors, str(path))
+    check_counts(path, config, tensors, each_expert=False)
     wanted = names.placements(config)
+    types = file_lib.readable_types()
     problems = []
     for each in wanted:
-        found = tensors.get(each.tensor)
-        if found is None:
-            problems.append(f"lacks tensor {each.tensor} {list(each.shape)}")
-        elif found.shape != each.shape:
-            problems.append(f"has {found} where the metadata ask for {list(each.shape)}")
-        elif not file_lib.is_readable(found.dtype):
-            problems.append(f"has {found}, whose type cannot be dequantised here")
+        problems += misfit(each, tensors.get(each.tensor), types, asker="the metadata ask")
     strays = set(tensors) - {each.tensor for each in wanted}
     problems += [f"has {tensors[name]}, which this model does not have" for name in sorted(strays)]
     if problems:

@@ -5,12 +5,12 @@ error that names it. Keys that the forward has no use for (token ids, dropout, i
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minite_jax.checkpoint.errors import CheckpointError
+from minite_jax.files import read_json_object
 from minite_jax.model.config import ModelConfig
 from minite_jax.model.rope import RopeScaling
 
@@ -66,20 +66,8 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-      CheckpointError: there is none.
-    """
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: give the folder of a Hugging Face model") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}): fetch the file again") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object: fetch the file again")
-    return content
+    """The JSON object that a file of a folder holds. Raises CheckpointError where there is none."""
+    return read_json_object(path, CheckpointError)
 
 
 class _Keys:
@@ -173,7 +161,7 @@ def _shape(keys: _Keys, family: _Family) -> dict[str, Any]:
     )
     if family.is_moe:
         layers = keys.get("mlp_only_layers", list, [])
-        if not all(isinstance(each, int) for each in layers):
+        if not all(type(each) is int for each in layers):
             raise keys.error(f"mlp_only_layers={layers!r} should be a list of layers' numbers")
         shape |= dict(
             num_experts=keys.one_of(("num_experts", "num_local_experts"), int),

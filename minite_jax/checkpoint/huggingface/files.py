@@ -67,7 +67,7 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], bytes]:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): fetch the file") from None
     try:
         entries = json.loads(text, object_pairs_hook=_without_duplicates)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has a wrong header ({error}): fetch it again") from None
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path} has a wrong header (no JSON object): fetch it again")

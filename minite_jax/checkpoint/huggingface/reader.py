@@ -69,6 +69,7 @@ def open_folder(folder: str | Path) -> Folder:
     config = read_config(path)
     tensors, headers, stale = find_tensors(path)
     fused = any(name.endswith("mlp.experts.gate_up_proj") for name in tensors)
+    check_counts(path, config, tensors, each_expert=not fused)
     wanted = placements(config, fused_experts=fused)
     problems = []
     for each in wanted:
@@ -82,14 +83,44 @@ def open_folder(folder: str | Path) -> Folder:
     return Folder(path, config, tensors, headers, tuple(stale), tuple(wanted))
 
 
+def check_counts(path: Path, config: ModelConfig, tensors: Collection[str], *, each_expert: bool) -> None:
+    """Raises CheckpointError where a configuration has more layers or experts than there are tensors.
+
+    Before anything is laid out: a mistyped number of layers would otherwise fill the memory with their names.
+
+    Args:
+      path: of the folder or file, for the message.
+      config: shape of the model.
+      tensors: what is there.
+      each_expert: whether each expert has tensors of its own.
+    """
+    moe_layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers)) if each_expert else 0
+    least = max(config.num_hidden_layers, moe_layers * config.num_experts)
+    if least > len(tensors):
+        what = f"{config.num_hidden_layers} layers" + (f" of {config.num_experts} experts" if moe_layers else "")
+        raise CheckpointError(f"{path} says that it has {what}, and holds {len(tensors)} tensors; fetch it again")
+
+
 def misfit(
-    wanted: Placement, found: files.Tensor | None, types: Collection[str], shapes: Collection[tuple[int, ...]] = ()
+    wanted: Placement,
+    found: files.Tensor | None,
+    types: Collection[str],
+    shapes: Collection[tuple[int, ...]] = (),
+    asker: str = "config.json asks",
 ) -> list[str]:
-    """What is wrong with a tensor of a folder, at most one thing. shapes: those that it may have, if not its placement's."""
+    """What is wrong with a tensor of a folder or file, at most one thing.
+
+    Args:
+      wanted: which it is.
+      found: what is there.
+      types: those that it may have.
+      shapes: those that it may have, if not its placement's.
+      asker: who wants the shape, for the message.
+    """
     if found is None:
         return [f"lacks tensor {wanted.tensor} {list(wanted.shape)}"]
     if found.shape not in (shapes or (wanted.shape,)):
-        return [f"has {found} where config.json asks for {list(wanted.shape)}"]
+        return [f"has {found} where {asker} for {list(wanted.shape)}"]
     return [] if found.dtype in types else [f"has {found}, which is none of {', '.join(types)}"]
 
 
@@ -114,7 +145,7 @@ def find_tensors(path: Path) -> tuple[dict[str, files.Tensor], dict[Path, bytes]
     headers: dict[Path, bytes] = {}
     there: dict[str, dict[str, files.Tensor]] = {}
     for name in sorted(set(assigned.values())):
-        if PurePath(name).name != name:
+        if not name or PurePath(name).name != name:
             raise CheckpointError(f"{index} names {name!r}, which is no file of this folder: fetch it again")
         if not (path / name).exists():
             lost = next(tensor for tensor, file in assigned.items() if file == name)

@@ -202,31 +202,68 @@ def read_layout(folder: Path, raw: Mapping[str, Any]) -> Layout:
     return MODELOPT
 
 
+# What each layout's configuration may say. Anything else may stand for a function that this forward lacks, as in config.json:
+# compressed-tensors' transform_config, for one, puts rotations before and behind matrices and needs no tensors for it.
+_KNOWN_MODELOPT = {
+    "config_groups", "exclude_modules", "group_size", "ignore", "kv_cache_quant_algo", "kv_cache_scheme",
+    "packed_modules_mapping", "producer", "quant_algo", "quant_method", "quantization",
+}  # fmt: skip
+_KNOWN_COMPRESSED = {
+    "config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "packed_modules_mapping", "quant_method",
+    "quantization_status", "run_compressed", "version",
+}  # fmt: skip
+_WEIGHTS = {"num_bits": (4,), "type": ("float",), "group_size": (16,)}
+# Where they are said at all.
+_WEIGHTS_IF_SAID = {"strategy": ("tensor_group",), "symmetric": (True,), "dynamic": (False,)}
+
+
+def _check_known(where: str, said: Mapping[str, Any], known: set[str]) -> None:
+    # What is said to be absent (no zero points, no factors of AWQ, no sparsity, no rotations) is no function.
+    unknown = sorted(key for key, value in said.items() if key not in known and value not in (None, False, {}, []))
+    if unknown:
+        raise CheckpointError(
+            f"{where}: unknown key {unknown[0]} of the quantisation: it may stand for a function that this forward lacks; remove "
+            "it if it does not"
+        )
+
+
+def _check_groups(where: str, groups: Any) -> None:
+    if not isinstance(groups, dict) or not groups:
+        raise CheckpointError(f"{where}: config_groups={groups!r} does not say what is quantised: fetch the file again")
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        weights = weights if isinstance(weights, dict) else {}
+        for key, allowed in (_WEIGHTS | _WEIGHTS_IF_SAID).items():
+            got = weights.get(key)
+            if got not in allowed and (key in _WEIGHTS or got is not None):
+                what = f"{key}={got}, and NVFP4 has {allowed[0]}"
+                raise CheckpointError(f"{where}: {name} has weights with {what}: take another folder")
+
+
 def _check_modelopt(where: str, quant: Mapping[str, Any]) -> None:
     inner = quant.get("quantization", quant)
     inner = inner if isinstance(inner, dict) else {}
     algo = inner.get("quant_algo")
     if str(algo).upper() not in (_W4A4, _W4A16):
         raise CheckpointError(f"{where}: quant_algo={algo} is not read here, only {_W4A4} and {_W4A16} are: take another folder")
-    if inner.get("group_size", 16) != 16:
+    if inner.get("group_size", 16) not in (16, None):
         raise CheckpointError(f"{where}: group_size={inner['group_size']}, and a block of NVFP4 has 16 numbers")
+    for each in (quant, inner):
+        _check_known(where, each, _KNOWN_MODELOPT)
+    if "config_groups" in quant:
+        _check_groups(where, quant["config_groups"])
 
 
 def _check_compressed(where: str, quant: Mapping[str, Any]) -> None:
     groups = quant.get("config_groups")
-    formats = {quant.get("format")}
+    formats = [quant.get("format")]
     if isinstance(groups, dict):
-        formats |= {group["format"] for group in groups.values() if isinstance(group, dict) and group.get("format")}
-    if formats != {_PACKED}:
-        names = ", ".join(sorted(map(str, formats - {_PACKED})))
-        raise CheckpointError(f"{where}: format {names} is not read here, only {_PACKED} is: take another folder")
-    wanted = {"num_bits": 4, "type": "float", "group_size": 16}
-    for name, group in (groups if isinstance(groups, dict) else {}).items():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        for key, value in wanted.items():
-            if not isinstance(weights, dict) or weights.get(key) != value:
-                got = weights.get(key) if isinstance(weights, dict) else None
-                raise CheckpointError(f"{where}: {name} has weights with {key}={got}, and NVFP4 has {value}: take another folder")
+        formats += [group["format"] for group in groups.values() if isinstance(group, dict) and group.get("format")]
+    others = sorted({str(each) for each in formats if each != _PACKED})
+    if others:
+        raise CheckpointError(f"{where}: format {', '.join(others)} is not read here, only {_PACKED} is: take another folder")
+    _check_known(where, quant, _KNOWN_COMPRESSED)
+    _check_groups(where, groups)
 
 
 def is_cache_scale(tensor: str) -> bool:

@@ -14,7 +14,7 @@ from minite_jax.checkpoint.huggingface import files
 from minite_jax.checkpoint.huggingface.config import from_json, read_json
 from minite_jax.checkpoint.huggingface.filling import Target, group_by_leaf, target
 from minite_jax.checkpoint.huggingface.names import is_harmless
-from minite_jax.checkpoint.huggingface.reader import check_tied_head, find_tensors, is_tied_head, misfit, read_leaf
+from minite_jax.checkpoint.huggingface.reader import check_counts, check_tied_head, find_tensors, is_tied_head, misfit, read_leaf
 from minite_jax.checkpoint.leaves import shorten
 from minite_jax.checkpoint.nvfp4_files import layouts
 from minite_jax.checkpoint.nvfp4_files.blocks import Block, blocks, matrices, quantized_matrices
@@ -69,6 +69,7 @@ def open_nvfp4(folder: str | Path) -> Nvfp4Folder:
     layout = layouts.read_layout(path, raw)
     config = from_json({key: value for key, value in raw.items() if key not in ("quantization_config", OURS)}, str(where))
     tensors, _, _ = find_tensors(path)
+    check_counts(path, config, tensors, each_expert=True)
     quantized, problems = _find_quantized(config, layout, tensors)
     wanted = blocks(config, layout, quantized, input_scales=True)
     for each in wanted:
