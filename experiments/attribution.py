@@ -85,7 +85,7 @@ def main(argv):
     policy = mt.prepare(params, setup.model, setup.recipe)
     prompts = held_out_prompts(setup, _PROMPTS.value)
     sampling = dataclasses.replace(setup.sampling, n=1)
-    rollouts = sample_prompts(setup, policy, params, prompts, jax.random.key(run.config.seed), sampling, engine)
+    rollouts = sample_prompts(policy, params, prompts, jax.random.key(run.config.seed), sampling, engine)
 
     swaps = Swaps(policy, params, rollouts, sampling.truncation, _CHOICES.value)
     tokens_BT, mask_BT, _ = rollouts.sequences()

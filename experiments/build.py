@@ -158,13 +158,11 @@ def _rl_update(optimizer: OptimizerConfig, clip_low: float, clip_high: float, tr
     return make_update(make_optimizer(optimizer), loss, truncation=truncation, **learner)
 
 
-def sample_prompts(
-    setup: Setup, policy, params, prompts: list[list[int]], key, sampling: SamplingParams, engine: str
-) -> Rollouts:
+def sample_prompts(policy, params, prompts: list[list[int]], key, sampling: SamplingParams, engine: str) -> Rollouts:
     """Samples with the aligned sampler (from `policy`), at a level of alignment, or with the naive engine (from the float32
     `params`, which some levels read, too).
     """
-    tokens_PL, length_P = pad_prompts(prompts, setup.model.vocab_size)
+    tokens_PL, length_P = pad_prompts(prompts, policy.config.vocab_size)
     request_P = jnp.asarray(np.arange(len(prompts), dtype=np.uint32))
     if engine == "aligned":
         return generate(policy, tokens_PL, length_P, request_P, key, sampling)
@@ -173,4 +171,4 @@ def sample_prompts(
         return generate(policy, tokens_PL, length_P, request_P, key, sampling)
     from experiments.baselines import naive_engine
 
-    return naive_engine.generate(params, setup.model, setup.recipe, tokens_PL, length_P, request_P, key, sampling)
+    return naive_engine.generate(params, policy.config, policy.recipe, tokens_PL, length_P, request_P, key, sampling)

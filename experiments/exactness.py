@@ -54,7 +54,7 @@ def held_out_tokens(setup, policy, params, num_prompts: int, seed: int) -> tuple
     padding.
     """
     prompts = held_out_prompts(setup, num_prompts)
-    rollouts = sample_prompts(setup, policy, params, prompts, jax.random.key(seed), setup.sampling, "aligned")
+    rollouts = sample_prompts(policy, params, prompts, jax.random.key(seed), setup.sampling, "aligned")
     tokens_BT, _, _ = rollouts.sequences()
     length_B = np.asarray(rollouts.prompt_length) + np.asarray(rollouts.mask).sum(axis=1)
     length = int(np.bincount(length_B).argmax())

@@ -21,7 +21,7 @@ from experiments.baselines import operations as xla
 from minite_jax.errors import UserError
 from minite_jax.model import pack
 from minite_jax.model.config import ModelConfig
-from minite_jax.model.policy import Policy
+from minite_jax.model.policy import Policy, with_fp8_exact
 from minite_jax.model.substitutes import Substitutes, choose
 from minite_jax.precision.recipe import Recipe
 from pallas_kernels import dispatch, nvfp4
@@ -56,6 +56,7 @@ CHOICES: dict[str, Choice] = {
     "bf16_quantiser": Choice("codes from quotients in bfloat16", needs="activations"),
     "excess_precision": Choice("sums, norms and gates are quantised without being rounded to bfloat16", needs="activations"),
     "matmul": Choice("XLA's matmuls of the numbers that the operands stand for"),
+    "bf16_operands": Choice("a GPU multiplies NVFP4 as bfloat16 in place of E4M3", needs="activations"),
     "split_k": Choice(f"matmuls sum K in {xla.SPLITS} parts"),
     "k_order": Choice("matmuls sum K from its end to its start"),
     "norms": Choice("XLA's norms and rotation", outside=True),
@@ -74,6 +75,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "te_scales": ("te_scales",),
     "te_weights": ("weights",),
     "reduction": ("matmul", "norms", "combine"),
+    "bf16_operands": ("bf16_operands",),
     "split_k": ("split_k",),
     "k_order": ("k_order",),
     "attention": ("attention",),
@@ -128,7 +130,12 @@ def level_policy(level: str, policy: Policy, params: dict) -> Policy:
       params: float32 masters, for levels that do.
     """
     check_level(level, policy.config, policy.recipe)
-    names = tuple(applicable(LEVELS[level], policy.config, policy.recipe))
+    return policy_with(LEVELS[level], policy, params)
+
+
+def policy_with(names: Iterable[str], policy: Policy, params: dict) -> Policy:
+    """The policy with choices that are on in every layer; those that cannot change anything are left out."""
+    names = tuple(applicable(names, policy.config, policy.recipe))
     if not names:
         return policy
     on = _rows(names, policy.config, {name: range(policy.config.num_hidden_layers + 1) for name in names})
@@ -208,6 +215,8 @@ def _pick(on, theirs: dict, ours):
 
 
 def _product(on, ours, x, w, group_sizes, dtype):
+    """`ours` multiplies x with the weights that it is given."""
+
     def by_xla():
         x_MK, w_NK = xla.plain(x, dtype), xla.plain(w, dtype)
         if group_sizes is None:
@@ -218,24 +227,27 @@ def _product(on, ours, x, w, group_sizes, dtype):
         on,
         {
             "matmul": by_xla,
+            # Two operands are multiplied as E4M3 where both say that they may be.
+            "bf16_operands": lambda: ours(with_fp8_exact(w, False)),
             "split_k": lambda: xla.split_k(x, w, group_sizes, dtype),
             "k_order": lambda: xla.other_k_order(x, w, group_sizes, dtype),
         },
-        ours,
+        lambda: ours(w),
     )
 
 
 def _matmul(on, ours, x, w, *, out_dtype=jnp.bfloat16, implementation=None):
-    mine = functools.partial(ours, x, w, out_dtype=out_dtype, implementation=implementation)
     if not _is(on, "head", "bf16_head"):
-        return _product(on, mine, x, w, None, out_dtype)
+        multiply = lambda w: ours(x, w, out_dtype=out_dtype, implementation=implementation)  # noqa: E731
+        return _product(on, multiply, x, w, None, out_dtype)
+    mine = functools.partial(ours, x, w, out_dtype=out_dtype, implementation=implementation)
     rounded = {"bf16_head": lambda: round_to(mine(), jnp.bfloat16).astype(out_dtype)}
     return _pick(on, {"head": lambda: xla.logits(x, xla.plain(w, x.dtype)).astype(out_dtype), **rounded}, mine)
 
 
 def _grouped_matmul(on, ours, x, w, group_sizes, *, rows=None, out_dtype=jnp.bfloat16, implementation=None):
-    mine = functools.partial(ours, x, w, group_sizes, rows=rows, out_dtype=out_dtype, implementation=implementation)
-    return _product(on, mine, x if rows is None else take_rows(x, rows), w, group_sizes, out_dtype)
+    multiply = lambda w: ours(x, w, group_sizes, rows=rows, out_dtype=out_dtype, implementation=implementation)  # noqa: E731
+    return _product(on, multiply, x if rows is None else take_rows(x, rows), w, group_sizes, out_dtype)
 
 
 def _add_rms_norm(on, ours, x, y, weight, *, eps, implementation=None):
@@ -393,8 +405,8 @@ def _token_log_prob(on, ours, hidden, head, tokens, truncation, *, head_master=N
 
 # By name of the public operation: what runs in its place, and the choices that it has.
 _OPERATIONS = {
-    "matmul": (_matmul, ("matmul", "split_k", "k_order", "head", "bf16_head")),
-    "grouped_matmul": (_grouped_matmul, ("matmul", "split_k", "k_order")),
+    "matmul": (_matmul, ("matmul", "bf16_operands", "split_k", "k_order", "head", "bf16_head")),
+    "grouped_matmul": (_grouped_matmul, ("matmul", "bf16_operands", "split_k", "k_order")),
     "add_rms_norm": (_add_rms_norm, ("norms",)),
     "add_rms_norm_quantize": (_add_rms_norm_quantize, ("norms", "excess_precision", *_QUANTISERS)),
     "silu_mul": (_silu_mul, ("gate",)),

@@ -3,11 +3,14 @@
 """
 
 import collections
+from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from experiments.baselines import choices
 from minite_jax.diagnostics.replay import replay
+from minite_jax.model import token_log_probs
 from minite_jax.model.policy import Policy, with_fp8_exact
 from minite_jax.sampler.sampling import Rollouts
 from pallas_kernels.log_prob import Truncation
@@ -15,8 +18,13 @@ from pallas_kernels.log_prob import Truncation
 _WEIGHTS = "weights"
 
 
+def scored(policy: Policy, rollouts: Rollouts, truncation: Truncation) -> jax.Array:
+    """Log-probs as the learner computes them, in the columns of `Rollouts.sequences`."""
+    return token_log_probs(policy, rollouts.sequences()[0], truncation)
+
+
 class Swaps:
-    """`attribute`'s `run` and `groups`: given completions, run as a sampler runs them, with any choices in any layers.
+    """`attribute`'s `run` and `groups`: given completions, run with any choices in any layers.
 
     One program is compiled, with every choice both ways, and runs every combination. Weights are swapped layer by layer before it
     runs.
@@ -27,13 +35,22 @@ class Swaps:
       rollouts: tokens that the other engine sampled.
       truncation: of its sampling.
       names: of choices; those that cannot matter in this model and recipe are left out.
+      run: what gives log-probs: `replay`, as a sampler runs the tokens, or `scored`, as the learner does.
     """
 
-    def __init__(self, policy: Policy, params: dict, rollouts: Rollouts, truncation: Truncation, names: list[str]):
+    def __init__(
+        self,
+        policy: Policy,
+        params: dict,
+        rollouts: Rollouts,
+        truncation: Truncation,
+        names: list[str],
+        run: Callable[[Policy, Rollouts, Truncation], jax.Array] = replay,
+    ):
         config = policy.config
         names = choices.applicable(names, config, policy.recipe)
         self._layers = config.num_hidden_layers
-        self._truncation, self._rollouts, self._config = truncation, rollouts, config
+        self._truncation, self._rollouts, self._config, self._run = truncation, rollouts, config, run
         self._names = [name for name in names if name != _WEIGHTS]
         self._policy = choices.switched_policy(policy, self._names)
         self._ours = self._theirs = self._policy.weights["layers"]
@@ -48,7 +65,7 @@ class Swaps:
         return f"{name}@{'out' if layer == self._layers else layer}"
 
     def __call__(self, parts: frozenset[str]) -> np.ndarray:
-        """Log-probs [B, C] float32 with these parts swapped in."""
+        """Log-probs, float32 and of the shape that `run` gives, with these parts swapped in."""
         on = collections.defaultdict(list)
         for part in parts:
             name, place = part.split("@")
@@ -58,4 +75,4 @@ class Swaps:
         policy = self._policy.replace(
             weights={**self._policy.weights, "layers": layers}, switches=choices.switches_of(self._names, self._config, on)
         )
-        return np.asarray(replay(policy, self._rollouts, self._truncation))
+        return np.asarray(self._run(policy, self._rollouts, self._truncation))

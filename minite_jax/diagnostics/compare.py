@@ -29,6 +29,7 @@ import numpy as np
 
 from minite_jax.diagnostics.alignment import QUANTIZED, Alignment, Pair, ordered_integers, split_name, unit_roundoff
 from minite_jax.diagnostics.trace_file import Trace
+from minite_jax.model.taps import PARTS
 
 ABRUPT = 5.0
 _ROUNDINGS = 2.0
@@ -69,7 +70,7 @@ _INPUTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "final/logits": (("final/norm",),),
 }  # fmt: skip
 _SUMS = ("attention/stream", "input", "final/stream")
-_SILENT = (".codes", ".block_scale", ".outer_scale", "final/log_prob", "final/entropy")  # judged otherwise
+_SILENT = (*PARTS, "final/log_prob", "final/entropy")  # judged otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +283,23 @@ def compare(a: Trace, b: Trace) -> Comparison:
         if names:
             notes.append(f"{len(names)} tensors only in the {where} trace, e.g. {names[0]}")
     return Comparison(judged, first, abrupt, location, notes)
+
+
+def first_difference(a: Trace, b: Trace) -> Difference | None:
+    """The first tensor whose numbers have other bits, without a look at those behind it; None if there is none.
+
+    Of a quantised operand the numbers count that codes and scales stand for: engines may scale otherwise and mean the same.
+
+    Args, Raises: see `compare`.
+    """
+    alignment = Alignment(a, b)
+    for name in alignment.names:
+        if name.endswith(PARTS):
+            continue
+        pair = alignment.pair(name)
+        if pair is not None and not (difference := measure(pair)).equal:
+            return difference
+    return None
 
 
 def _equal_before(judged: list[Difference], first: Difference) -> bool:

@@ -9,7 +9,7 @@ a device beside the model: then the forward runs several times, and gives some o
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ def trace_learner(
     max_bytes: int | None = None,
     sink: Sink = MemoryTrace,
     hash_weights: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Trace:
     """The forward as the learner runs it (`scored_tokens`).
 
@@ -86,6 +87,7 @@ def trace_learner(
       max_bytes: the most bytes of tensors that are on the device at once, by running the forward several times; None: no limit.
       sink: where the trace goes: memory, or `writer_to(folder)`.
       hash_weights: whether the header says the weights' fingerprints (they are fetched for that).
+      compiler_options: of `jax.jit`, for an engine that is compiled otherwise.
 
     Returns:
       The trace.
@@ -111,7 +113,8 @@ def trace_learner(
 
     trace = sink(header)
     places = None if positions is None else jnp.asarray(position_BT, jnp.int32)
-    run = functools.partial(_learner, policy, jnp.asarray(tokens), places, truncation=truncation, remat=remat)
+    program = _learner_program(tuple((compiler_options or {}).items()))
+    run = functools.partial(program, policy, jnp.asarray(tokens), places, truncation=truncation, remat=remat)
     for group in _passes(run, names, max_bytes):
         tensors = run(names=group)
         for name in group:
@@ -121,7 +124,11 @@ def trace_learner(
     return trace.close()
 
 
-@functools.partial(jax.jit, static_argnames=("names", "truncation", "remat"))
+@functools.cache
+def _learner_program(compiler_options):
+    return jax.jit(_learner, static_argnames=("names", "truncation", "remat"), compiler_options=dict(compiler_options) or None)
+
+
 def _learner(policy, tokens, positions, *, names, truncation, remat):
     taps = Taps(names)
     log_prob_BT, _ = scored_tokens(policy, tokens, truncation, positions=positions, remat=remat, taps=taps)
