@@ -116,7 +116,7 @@ PAIRS: dict[str, Pair] = {
 }  # fmt: skip
 
 _PAIRS = flags.DEFINE_list("pairs", list(PAIRS), "Which pairs.")
-_PROMPTS = flags.DEFINE_integer("prompts", None, "Prompts, each answered once. Default: 256, 16 of a random model.", lower_bound=2)
+_PROMPTS = flags.DEFINE_integer("prompts", None, "Prompts, answered once each. By default 256, or 16", lower_bound=2)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often both programs are timed, in turns.", lower_bound=1)
 _SUFFIX = flags.DEFINE_string("suffix", "", "Of the table's name: engine_pairs_SUFFIX.")
 _MINUTES = cli.minutes_flag()
@@ -271,12 +271,12 @@ def notes_of(study: Study, same: bool) -> str:
     tokens, subject_ = int(study.mask.sum()), study.subject
     return (
         f"{subject_.about}. {tokens} tokens of {len(study.tokens)} answers, sampled by the strict engine at temperature "
-        f"{subject_.sampling.temperature}; the strict learner has {'their bits' if same else 'NOT their bits'}. Both engines of a "
-        "pair score them, in programs of their own. First difference: of traces of all these tokens and their prompts; numbers "
-        "count, not their codes. Swapping: 1 - gap left / gap, with operations of the second engine in the first. That is a third "
-        "program, and need not explain all where XLA compiles the three differently. One after the other: forward selection, "
-        "with the share of all chosen so far; of the effect of a chosen one, the share by layer. Time: scoring programs, the "
-        f"median of {_ROUNDS.value} turns; on a CPU no measure of a GPU."
+        f"{subject_.sampling.temperature}; the strict learner has {'their bits' if same else 'NOT their bits'}. Both engines "
+        "of a pair score them, in programs of their own. First difference: of traces of all these tokens and their prompts; "
+        "numbers count, not their codes. Swapping: 1 - gap left / gap, with operations of the second engine in the first. That "
+        "is a third program, and need not explain all where XLA compiles the three differently. One after the other: forward "
+        "selection, with the share of all chosen so far; of the effect of a chosen one, the share by layer. Time: scoring "
+        f"programs, the median of {_ROUNDS.value} turns; on a CPU no measure of a GPU."
     )
 
 
