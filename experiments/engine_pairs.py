@@ -1,8 +1,8 @@
 """Where do pairs of engines part, by how much, and which operation explains it? Table: engine_pairs.
 
-    python -m experiments.engine_pairs --checkpoint=runs/quickstart                      # on a CPU: half an hour
-    python -m experiments.engine_pairs --random_model=qwen3_30b_a3b --suffix=h200        # random weights, full width, on a GPU
-    python -m experiments.engine_pairs --random_model=tiny_moe --random_tokens=8 --prompts=4 --pairs=attention --results_dir=/tmp/x
+    python -m experiments.engine_pairs --checkpoint=runs/quickstart                 # on a CPU: half an hour
+    python -m experiments.engine_pairs --random_model=qwen3_30b_a3b --suffix=h200   # random weights, full width, on a GPU
+    python -m experiments.engine_pairs --random_model=tiny_moe --random_tokens=8 --prompts=4 --pairs=attention   # tiny
     python -m experiments.tables --table=engine_pairs
 
 The strict engine answers prompts. Both engines of a pair then score its tokens, as a learner does, each in a program of its own:

@@ -67,7 +67,7 @@ def subject(prompts: int, samples: int | None = None) -> Subject:
         recipe = mt.recipe(_RECIPE.value) if _RECIPE.value else setup.recipe
         sampling = dataclasses.replace(setup.sampling, n=samples or setup.sampling.n)
         asked, key = held_out_prompts(setup, prompts), jax.random.key(run.config.seed)
-        config, about = setup.model, f"a trained model (task {setup.task.name}), held-out problems"
+        config, about = setup.model, f"a trained model (task {run.config.task.name}), held-out problems"
     else:
         config = getattr(models, _MODEL.value)(num_hidden_layers=_LAYERS.value)
         recipe, key = mt.recipe(_RECIPE.value or "nvfp4"), jax.random.key(0)
