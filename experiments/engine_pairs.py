@@ -16,8 +16,7 @@ starts no pair after that time. What the file has of the same subject, device an
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +27,13 @@ from experiments import cli
 from experiments.baselines import choices
 from experiments.baselines.swaps import Swaps, scored
 from experiments.build import sample_prompts
+from experiments.growing import GrowingTable
 from experiments.subject import Subject, subject
 from minite_jax.diagnostics.attribute import Attribution, attribute
 from minite_jax.diagnostics.compare import Difference, first_difference
 from minite_jax.diagnostics.gap import GAP, gap_metrics
 from minite_jax.diagnostics.trace import trace_learner
 from minite_jax.errors import UserError
-from minite_jax.metrics.results import FAILED, format_cell, read_results, write_results
 from minite_jax.model import scored_tokens
 from minite_jax.model.taps import PARTS, tensor_names
 from minite_jax.sampler import Rollouts
@@ -88,7 +87,8 @@ def _strict_against(level: str) -> Pair:
 
 _XLA = choices.LEVELS["xla"]
 PAIRS: dict[str, Pair] = {
-    "bf16 XLA": _strict_against("xla"),
+    # What the operations are, and the roundings between them that XLA leaves out of such a program.
+    "bf16 XLA": Pair("strict, and all operations by XLA in bfloat16", Engine(_XLA), swapped=(*_XLA, "excess_precision")),
     "fp8 operands": _strict_against("bf16_operands"),
     "attention": _strict_against("attention"),
     "bf16 router": _strict_against("bf16_router"),
@@ -118,10 +118,6 @@ PAIRS: dict[str, Pair] = {
 _PAIRS = flags.DEFINE_list("pairs", list(PAIRS), "Which pairs.")
 _PROMPTS = flags.DEFINE_integer("prompts", None, "Prompts, answered once each. By default 256, or 16", lower_bound=2)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often both programs are timed, in turns.", lower_bound=1)
-_SUFFIX = flags.DEFINE_string("suffix", "", "Of the table's name: engine_pairs_SUFFIX.")
-_MINUTES = cli.minutes_flag()
-_RESULTS = cli.results_dir_flag()
-cli.revision_flag()
 
 COLUMNS = [
     {"key": "pair", "label": "pair", "unit": ""},
@@ -194,7 +190,7 @@ class Study:
         second = self.look(pair.second)
         gap = gap_metrics(jnp.asarray(first[0]), jnp.asarray(second[0]), jnp.asarray(self.mask))
         yield {
-            "gap": float(gap[f"{GAP}/mean"]), "gap_max": float(gap[f"{GAP}/max"]),
+            "about": pair.about, "gap": float(gap[f"{GAP}/mean"]), "gap_max": float(gap[f"{GAP}/max"]),
             "exact": 100 * float(gap[f"{GAP}/exact_fraction"]), "k3": float(gap["gen_kl_error"]),
         }  # fmt: skip
         yield {
@@ -208,16 +204,6 @@ class Study:
         found = self.attribute(pair, first[0], second[0])
         low, high = found.everything.interval
         yield {"share": 100 * found.everything.share, "low": 100 * low, "high": 100 * high, "selected": selection(found)}
-
-    def measure(self, name: str, pair: Pair) -> dict:
-        """The row of a pair. What cannot be measured is "failed" there, and the error is printed."""
-        row = {column["key"]: FAILED for column in COLUMNS} | {"pair": name, "about": pair.about}
-        try:
-            for found in self.findings(pair):
-                row |= found
-        except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            print(f"{name}: failed: {type(error).__name__}: {str(error)[:2000]}", flush=True)
-        return row
 
     def traced_alike(self, log_probs, trace) -> bool:
         """Whether the program that hands its tensors out gives the log-probs of the one that does not."""
@@ -262,7 +248,8 @@ def place(difference: Difference | None) -> str:
 def selection(found: Attribution) -> str:
     """The forward selection in words, and the layers of what it chose."""
     steps = [f"{names} {100 * effect.share:.3g} %" for names, effect in found.steps()]
-    parts = [f"{each.names[0]} {100 * each.share:.3g} %" for located in found.parts.values() for each in located]
+    span = lambda names: " .. ".join(dict.fromkeys((names[0], names[-1])))  # noqa: E731
+    parts = [f"{span(each.names)} {100 * each.share:.3g} %" for located in found.parts.values() for each in located]
     return "; ".join(steps) + (f" (of its effect: {', '.join(parts)})" if parts else "") if steps else "nothing beyond chance"
 
 
@@ -280,17 +267,6 @@ def notes_of(study: Study, same: bool) -> str:
     )
 
 
-def kept_rows(path: Path, notes: str, origin: Mapping) -> dict[str, dict]:
-    """The whole rows of a file about the same subject from the same device and revision, by pair."""
-    if not path.is_file():
-        return {}
-    results = read_results(path)
-    same = all(results["provenance"].get(key) == origin[key] for key in ("device", "revision", "dirty"))
-    if not same or results["notes"] != notes or results["columns"] != COLUMNS:
-        return {}
-    return {row["pair"]: row for row in results["rows"] if FAILED not in row.values()}
-
-
 def main(argv):
     del argv
     start = time.perf_counter()
@@ -298,34 +274,18 @@ def main(argv):
     if unknown:
         raise UserError(f"--pairs={unknown[0]}: there is no such pair, there are {', '.join(PAIRS)}")
     asked = subject(_PROMPTS.value or (16 if flags.FLAGS.random_model else 256), samples=1)
-    wanted = {name: PAIRS[name] for name in dict.fromkeys(_PAIRS.value)}
-    wanted = {n: p for n, p in wanted.items() if choices.applicable(p.groups, asked.policy.config, asked.policy.recipe)}
-    rollouts = sample_prompts(asked.policy, asked.params, asked.prompts, asked.key, asked.sampling, "aligned")
+    policy = asked.policy
+    wanted = {each for each in _PAIRS.value if choices.applicable(PAIRS[each].groups, policy.config, policy.recipe)}
+    rollouts = sample_prompts(policy, asked.params, asked.prompts, asked.key, asked.sampling, "aligned")
     study = Study(asked, rollouts)
     same = np.array_equal(np.asarray(study.run(Engine()))[study.mask], np.asarray(rollouts.sequences()[2])[study.mask])
-    minutes = lambda: (time.perf_counter() - start) / 60  # noqa: E731
-    print(f"{int(study.mask.sum())} tokens, strict bits {'equal' if same else 'NOT equal'} [{minutes():.1f} minutes]", flush=True)
+    print(f"{int(study.mask.sum())} tokens; their bits are {'' if same else 'NOT '}the strict learner's", flush=True)
 
-    name = f"engine_pairs_{_SUFFIX.value}" if _SUFFIX.value else "engine_pairs"
-    path, origin, notes = Path(_RESULTS.value or "docs/benchmarks") / f"{name}.json", cli.origin(), notes_of(study, same)
-    rows = kept_rows(path, notes, origin)
-    for each, pair in wanted.items():
-        if each in rows:
-            print(f"{each}: kept from {path}", flush=True)
-            continue
-        if _MINUTES.value is not None and minutes() > _MINUTES.value:
-            print(f"{each}: not begun after {minutes():.1f} minutes; run it again to go on", flush=True)
-            continue
-        rows[each] = study.measure(each, pair)
-        shown = ", ".join(f"{key} {format_cell(rows[each][key])}" for key in ("gap", "exact", "first", "share", "selected"))
-        print(f"{each}: {shown} [{minutes():.1f} minutes]", flush=True)
-        write_results(
-            path, name=name, columns=COLUMNS, rows=[rows[each] for each in PAIRS if each in rows], provenance=origin,
-            title="Engine pairs: gap, first difference, attribution", notes=notes,
-        )  # fmt: skip
-    failed = [each for each, row in rows.items() if FAILED in row.values()]
-    print(f"written: {path}" + (f"; failed in part: {', '.join(failed)}" if failed else ""))
-    return 1 if failed else 0
+    table = GrowingTable(
+        "engine_pairs", columns=COLUMNS, notes=notes_of(study, same), start=start,
+        title="Engine pairs: gap, first difference, attribution",
+    )  # fmt: skip
+    return table.fill([each for each in PAIRS if each in wanted], lambda each: study.findings(PAIRS[each]))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """Table 2: alignment levels between "strict" and "independent engines", each with its gap and its price in the same run.
 
-    python -m experiments.levels --checkpoint=runs/quickstart --results_dir=docs/benchmarks
+    python -m experiments.levels --checkpoint=runs/quickstart --results_dir=docs/benchmarks    # ten minutes on two cores
+    python -m experiments.levels --random_model=qwen3_30b_a3b --suffix=h200 --minutes=8        # random weights, on a GPU
     python -m experiments.tables --table=alignment_levels
 
-Takes the weights of a finished run and samples the same held-out problems with every level of `experiments.baselines.choices`,
-and with the naive engine; the strict policy scores what each sampled, as the learner would. Time is that of a whole sampling
-call a sampled token, levels in turns, the median of the rounds against the strict level's in the same round. Each level is one
-`--config.sampler.engine` of `experiments.train`. Writes alignment_levels.json. Ten minutes on two cores, nearly all of it
-compiling.
+Every level of `experiments.baselines.choices`, and the naive engine, answer the same prompts with the weights of one model; the
+strict policy scores what each sampled, as the learner would. Time is that of a whole sampling call a sampled token, in turns with
+the strict level: the median of the ratios. Each level is one `--config.sampler.engine` of `experiments.train`. Writes
+alignment_levels.json, after every level; `--minutes` begins no level after that time. Nearly all of the time is compiling.
 """
 
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -21,19 +21,14 @@ import minite_jax as mt
 from experiments import cli
 from experiments.baselines import choices
 from experiments.build import sample_prompts
-from experiments.evaluation import held_out_prompts
-from experiments.training import finished_run
+from experiments.growing import GrowingTable
+from experiments.subject import Subject, subject
 from minite_jax.diagnostics.gap import GAP, gap_metrics
-from minite_jax.metrics.provenance import provenance
-from minite_jax.metrics.results import write_results
 
-_CHECKPOINT = cli.checkpoint_flag()
-_PROMPTS = flags.DEFINE_integer("problems", 32, "Held-out problems, each answered config.sampler.samples times.", lower_bound=1)
+_PROMPTS = flags.DEFINE_integer("problems", 32, "Prompts, each answered as often as the run did.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each level is timed.", lower_bound=1)
 _LEVELS = flags.DEFINE_list("levels", [*choices.LEVELS, "naive"], "Which levels.")
-_RESULTS = cli.results_dir_flag()
 
-NAME = "alignment_levels"
 COLUMNS = [
     {"key": "level", "label": "level", "unit": ""},
     {"key": "differs", "label": "what differs from the learner", "unit": ""},
@@ -43,7 +38,6 @@ COLUMNS = [
     {"key": "k3", "label": "k3", "unit": "nats"},
     {"key": "tokens", "label": "tokens", "unit": ""},
     {"key": "time", "label": "time a token, strict = 1", "unit": ""},
-    {"key": "time_h200", "label": "time on an H200, strict = 1", "unit": ""},
 ]
 
 
@@ -57,59 +51,50 @@ def differs(level: str, model: mt.ModelConfig, recipe) -> str:
     return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
+def sampled(asked: Subject, level: str):
+    """What a level samples, and its seconds a token."""
+    start = time.perf_counter()
+    rollouts = sample_prompts(asked.policy, asked.params, asked.prompts, asked.key, asked.sampling, level)
+    rollouts = jax.block_until_ready(rollouts)
+    return rollouts, (time.perf_counter() - start) / int(np.asarray(rollouts.mask).sum())
+
+
+def findings(asked: Subject, level: str) -> Iterator[dict]:
+    """The row of a level, piece by piece."""
+    policy = asked.policy
+    yield {"differs": differs(level, policy.config, policy.recipe)}
+    tokens_BT, mask_BT, sampled_BT = sampled(asked, level)[0].sequences()
+    gap = gap_metrics(mt.token_log_probs(policy, tokens_BT, asked.sampling.truncation), sampled_BT, mask_BT)
+    yield {
+        "gap": float(gap[f"{GAP}/mean"]), "gap_max": float(gap[f"{GAP}/max"]),
+        "exact": 100 * float(gap[f"{GAP}/exact_fraction"]), "k3": float(gap["gen_kl_error"]),
+        "tokens": int(gap["tokens_compared"]),
+    }  # fmt: skip
+    ratios = []
+    for _ in range(_ROUNDS.value):
+        strict = sampled(asked, choices.STRICT)[1]
+        ratios.append(sampled(asked, level)[1] / strict)
+    yield {"time": float(np.median(ratios))}
+
+
 def main(argv):
     del argv
-    folder, levels = Path(_CHECKPOINT.value), list(dict.fromkeys((choices.STRICT, *_LEVELS.value)))
-    run = finished_run(folder)
-    setup, params = run.setup, run.state.train.params
-    policy = mt.prepare(params, setup.model, setup.recipe)
+    start = time.perf_counter()
+    asked, levels = subject(_PROMPTS.value), list(dict.fromkeys((choices.STRICT, *_LEVELS.value)))
     for level in levels:
         if level != "naive":
-            choices.check_level(level, setup.model, setup.recipe)
-    prompts = held_out_prompts(setup, _PROMPTS.value)
-    key = jax.random.key(run.config.seed)
-
-    def sample(level):
-        start = time.perf_counter()
-        rollouts = jax.block_until_ready(sample_prompts(setup, policy, params, prompts, key, setup.sampling, level))
-        return rollouts, (time.perf_counter() - start) / int(np.asarray(rollouts.mask).sum())
-
-    rows = []
-    for level in levels:
-        tokens_BT, mask_BT, sampled_BT = sample(level)[0].sequences()
-        gap = gap_metrics(mt.token_log_probs(policy, tokens_BT, setup.sampling.truncation), sampled_BT, mask_BT)
-        rows.append(
-            {
-                "level": level, "differs": differs(level, setup.model, setup.recipe), "gap": float(gap[f"{GAP}/mean"]),
-                "gap_max": float(gap[f"{GAP}/max"]), "exact": 100 * float(gap[f"{GAP}/exact_fraction"]),
-                "k3": float(gap["gen_kl_error"]), "tokens": int(gap["tokens_compared"]), "time": None, "time_h200": None,
-            }
-        )  # fmt: skip
-        print("{level}: mean gap {gap:.3g}, {exact:.3g} % of {tokens} tokens exact".format(**rows[-1]), flush=True)
-    ratios = {level: [] for level in levels}
-    for _ in range(_ROUNDS.value):
-        seconds = {level: sample(level)[1] for level in levels}
-        for level in levels:
-            ratios[level].append(seconds[level] / seconds[choices.STRICT])
-    for row in rows:
-        row["time"] = float(np.median(ratios[row["level"]]))
-
-    sampling, folder = setup.sampling, Path(_RESULTS.value or "docs/benchmarks")
-    write_results(
-        folder / f"{NAME}.json",
-        name=NAME,
-        columns=COLUMNS,
-        rows=rows,
-        provenance=provenance(),
-        title="Table 2: alignment levels, their gap and their price",
-        notes=f"The trained quick-start model (recipe {setup.recipe.name}), {_PROMPTS.value} held-out problems, {sampling.n} "
-        f"answers each at temperature {sampling.temperature}. Each level samples for itself; the gap is that of the strict "
-        "policy's log-probs of these tokens to the level's own. Time: whole sampling calls, the median of "
-        f"{_ROUNDS.value} rounds of all levels in turns, on a machine with other load: differences of a tenth mean nothing. On a "
-        "CPU strict alignment is bought with loops over tiles of rows, so what levels gain here says nothing about a GPU.",
-    )
-    print(f"written: {folder}/{NAME}.json")
+            choices.check_level(level, asked.policy.config, asked.policy.recipe)
+    sampling = asked.sampling
+    table = GrowingTable(
+        "alignment_levels", columns=COLUMNS, start=start, title="Table 2: alignment levels, their gap and their price",
+        notes=f"{asked.about}. {len(asked.prompts)} prompts, {sampling.n} answers each at temperature {sampling.temperature}. "
+        "Each level samples for itself; the gap is that of the strict policy's log-probs of these tokens to the level's own. "
+        f"Time: whole sampling calls, in turns with the strict level, the median of {_ROUNDS.value} ratios; on a machine with "
+        "other load differences of a tenth mean nothing. On a CPU strict alignment is bought with loops over tiles of rows, so "
+        "what levels gain there says nothing about a GPU.",
+    )  # fmt: skip
+    return table.fill(levels, lambda level: findings(asked, level))
 
 
 if __name__ == "__main__":
-    cli.run(main, required=("checkpoint",))
+    cli.run(main)

@@ -1,7 +1,6 @@
 """One small model, traced once for all tests of the diagnostics."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import minite_jax as mt
-from minite_jax.diagnostics import trace as trace_lib
+from minite_jax.diagnostics.trace import trace_learner
 from minite_jax.model import tiny_moe
 
 # Half the time to compile; the slow tests hold the optimised programs to the same bits.
@@ -35,11 +34,7 @@ class World:
 
     @functools.cached_property
     def trace(self):
-        program = jax.jit(
-            trace_lib._learner.__wrapped__, static_argnames=("names", "truncation", "remat"), compiler_options=QUICK
-        )
-        with mock.patch.object(trace_lib, "_learner", program):
-            return trace_lib.trace_learner(self.policy, self.tokens, mask=self.mask)
+        return trace_learner(self.policy, self.tokens, mask=self.mask, compiler_options=QUICK)
 
     @functools.cached_property
     def log_probs(self):

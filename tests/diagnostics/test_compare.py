@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from minite_jax.diagnostics.alignment import Alignment
-from minite_jax.diagnostics.compare import compare
+from minite_jax.diagnostics.compare import compare, first_difference
 from minite_jax.diagnostics.trace_file import MemoryTrace, Rows, Trace, TraceError, new_header
 
 pytestmark = pytest.mark.xdist_group("traced_world")  # one process compiles the trace for both files
@@ -144,3 +144,14 @@ def test_traces_that_do_not_fit():
     with pytest.raises(TraceError, match="needs moe/router/experts of the same rows"):
         compare(*[make({"layer.0/moe/experts/down": np.ones((4, 2, 3), np.float32)})] * 2)
     assert isinstance(Alignment(a, a).a, Trace)
+
+
+def test_the_first_difference_alone(world):
+    """Codes and scales do not count by themselves: the same numbers, scaled otherwise, are the same."""
+    norm, flip = "layer.0/attention/norm", lambda x: -x
+    rescaled = {f"{norm}.block_scale": lambda x: x * 2, f"{norm}.outer_scale": lambda x: x / 2}
+    assert first_difference(world.trace, changed(world.trace, rescaled)) is None
+    found = first_difference(world.trace, changed(world.trace, {**rescaled, "layer.0/attention/o": flip, "layer.1/input": flip}))
+    assert found.name == "layer.0/attention/o" and found.first == (0, 0)
+    codes = changed(world.trace, {f"{norm}.codes": lambda x: x ^ (np.arange(64) == 7)})
+    assert first_difference(world.trace, codes).name == f"{norm}.quantized"
