@@ -174,11 +174,13 @@ def rows(step: Step) -> list[dict]:
 
 def draw(steps: list[Step], path: Path) -> Path:
     """A bar for each step, cut into the parts of the model."""
-    names = sorted({part for step in steps for part in parts(step)}, key=lambda part: -sum(parts(s).get(part, 0) for s in steps))
+    in_order = [name for part in (*trace.PARTS, trace.OTHER) for name in (part, f"{part} backward")]
+    names = [name for name in in_order if any(name in parts(step) for step in steps)]
     kinds = list(dict.fromkeys(step.program.split(",")[0] for step in steps))
     with new_figure(figure_figsize=(9, 1.6 + 1.1 * len(steps))) as figure:
         all_axes = figure.subplots(len(kinds), 1, squeeze=False)[:, 0]
-        colours = {part: f"C{i % 10}" for i, part in enumerate(names)}
+        # A part and its backward have one colour, the backward is hatched.
+        colours = {name: f"C{in_order.index(name) // 2 % 10}" for name in names}
         for axes, kind in zip(all_axes, kinds, strict=True):
             shown = [step for step in steps if step.program.split(",")[0] == kind]
             for y, step in enumerate(shown):

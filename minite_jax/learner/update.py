@@ -215,10 +215,11 @@ def make_update(
             grad_norm = optax.global_norm(grads)
             steps, opt_state = optimizer.update(grads, state.opt_state, state.params)
             new_params = optax.apply_updates(state.params, steps)
-        applied = jnp.any(batch.mask) & jnp.isfinite(grad_norm) & _all_finite(new_params)
-        keep = lambda new, old: jnp.where(applied, new, old)  # noqa: E731
-        params = jax.tree.map(keep, new_params, state.params)
-        new_state = TrainState(step=state.step + 1, params=params, opt_state=jax.tree.map(keep, opt_state, state.opt_state))
+            applied = jnp.any(batch.mask) & jnp.isfinite(grad_norm) & _all_finite(new_params)
+            keep = lambda new, old: jnp.where(applied, new, old)  # noqa: E731
+            params = jax.tree.map(keep, new_params, state.params)
+            opt_state = jax.tree.map(keep, opt_state, state.opt_state)
+        new_state = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
         metrics = dict(loss=loss, entropy=entropy / num_tokens, grad_norm=grad_norm, update_applied=applied.astype(jnp.float32))
         if batch.sampler_log_probs is not None:
             metrics |= gap_metrics(log_probs_BT, batch.sampler_log_probs, batch.mask)
