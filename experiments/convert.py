@@ -20,7 +20,6 @@ are held once: in NVFP4 where that is read or written from a folder, else in flo
 import dataclasses
 import functools
 import json
-import os
 import re
 import resource
 import time
@@ -40,10 +39,10 @@ from minite_jax.checkpoint import huggingface, nvfp4_files
 from minite_jax.checkpoint.config import to_plain
 from minite_jax.checkpoint.gguf import is_gguf, open_gguf
 from minite_jax.checkpoint.huggingface import files
+from minite_jax.checkpoint.huggingface.folder import check_new, check_room
 from minite_jax.checkpoint.huggingface.writer import TYPES
 from minite_jax.diagnostics import calibrate
 from minite_jax.errors import UserError
-from minite_jax.files import replaced
 from minite_jax.model.params import abstract_params
 from minite_jax.model.policy import pack
 from minite_jax.optional import require
@@ -206,20 +205,23 @@ def choose_recipe(source: Source):
     return recipe
 
 
-def read_ids(path: Path) -> list[list[int]]:
+def read_ids(path: Path, vocab_size: int) -> list[list[int]]:
     """Sequences of token ids for calibration.
 
     Raises:
       UserError: the file holds something else.
     """
     try:
-        sequences = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        sequences = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--calibration={path} cannot be read as JSON ({error})") from None
     if not isinstance(sequences, list) or not sequences or not all(
         isinstance(each, list) and each and all(type(token) is int for token in each) for each in sequences
     ):
         raise UserError(f"--calibration={path} holds something else than lists of token ids, such as [[1, 2], [3, 4, 5]]")
+    strays = [token for each in sequences for token in each if not 0 <= token < vocab_size]
+    if strays:
+        raise UserError(f"--calibration={path}: token {strays[0]} is none of the vocabulary's {vocab_size}")
     return sequences
 
 
@@ -238,21 +240,44 @@ def table(rows: list[tuple[str, str, tuple[int, ...], str]], num_params: int, nb
     return ["count    tensor, type, shape, parameter", *lines, total]
 
 
+def planned_contents(source: Source, recipe) -> list:
+    """The tensors of an NVFP4 target that is made from plain numbers."""
+    shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), abstract_params(source.config))
+    policy = jax.eval_shape(lambda params: pack(params, source.config, recipe), shapes)
+    return nvfp4_files.nvfp4_contents(policy, _LAYOUT.value, _CALIBRATION.value is not None)
+
+
 def nvfp4_table(source: Source, recipe) -> list[str]:
     """The table of an NVFP4 target; of a source in NVFP4, its own with the target's names."""
     if source.kind == "nvfp4":
         return [f"the same numbers in the layout {_LAYOUT.value}"]
-    shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), abstract_params(source.config))
-    policy = jax.eval_shape(lambda params: pack(params, source.config, recipe), shapes)
-    contents = nvfp4_files.nvfp4_contents(policy, _LAYOUT.value, _CALIBRATION.value is not None)
+    contents = planned_contents(source, recipe)
     rows = [(each.name, each.dtype, each.source.shape, each.source.leaf) for each in contents]
     return table(rows, mt.num_params(source.config), sum(each.nbytes for each in contents))
 
 
+def size_of_target(source: Source, to: str, recipe, like: Path | None) -> int:
+    """About so many bytes will be written; of orbax, which compresses, 0.
+
+    Raises:
+      UserError: `like` is no folder of this model.
+    """
+    if to == "nvfp4":
+        if like is not None:
+            nvfp4_files.read_like(like, source.config)
+        return source.nbytes if source.kind == "nvfp4" else sum(each.nbytes for each in planned_contents(source, recipe))
+    if to == "hf" and like is not None:
+        return huggingface.open_like(like, source.config).nbytes
+    return 0 if to == "orbax" else files.nbytes(TYPES[_DTYPE.value], (mt.num_params(source.config),))
+
+
 def convert(source: Source, target: Path, to: str, recipe) -> None:
     """Reads the source and writes the target."""
+    # What can be known to go wrong is known before anything large is read.
     like = None if _LIKE.value is None else Path(_LIKE.value)
-    sequences = None if _CALIBRATION.value is None else read_ids(Path(_CALIBRATION.value))
+    total = size_of_target(source, to, recipe, like)
+    check_room(check_new(target), total)
+    sequences = None if _CALIBRATION.value is None else read_ids(Path(_CALIBRATION.value), source.config.vocab_size)
     texts = source.texts() if to != "orbax" and like is None else {}
     start = time.perf_counter()
     if to == "nvfp4":
@@ -284,21 +309,15 @@ def convert(source: Source, target: Path, to: str, recipe) -> None:
         contents = nvfp4_files.nvfp4_contents(held, _LAYOUT.value, scales is not None)
         with _bar("writing", sum(each.nbytes for each in contents)) as bar:
             mt.save_nvfp4(
-                target, held, layout=_LAYOUT.value, input_scales=scales, like=like, extra=source.extra, progress=bar.update
-            )
+                target, held, layout=_LAYOUT.value, input_scales=scales, like=like, extra=source.extra, beside=texts,
+                progress=bar.update,
+            )  # fmt: skip
     else:
-        places = huggingface.placements(source.config)
-        total = huggingface.open_folder(like).nbytes if like else sum(
-            files.nbytes(TYPES[_DTYPE.value], each.shape) for each in places
-        )  # fmt: skip
         with _bar("writing", total) as bar:
             mt.save_huggingface(
                 target, held, source.config, like=like, dtype=_DTYPE.value, fused_experts=_FUSED.value, extra=source.extra,
-                progress=bar.update,
+                beside=texts, progress=bar.update,
             )  # fmt: skip
-    for name, text in texts.items():
-        with replaced(target / name) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
     written = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     _print_speed("wrote", written, time.perf_counter() - start, f", to {target}")
     _print_memory(size)
@@ -337,10 +356,7 @@ def main(argv: list[str]) -> None:
         return
     if not _TARGET.value:
         raise UserError("--target is missing: give the folder to write, or --dry_run to look only")
-    target = Path(_TARGET.value)
-    if target.exists() and (not target.is_dir() or os.listdir(target)):
-        raise UserError(f"--target={target} is there already: nothing is written over, give another folder")
-    convert(source, target, to, recipe)
+    convert(source, Path(_TARGET.value), to, recipe)
 
 
 if __name__ == "__main__":

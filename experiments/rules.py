@@ -13,6 +13,7 @@ windows. Writes rules_NAME.json. The model is read by the jnp reference on a CPU
 
 import hashlib
 import platform
+import re
 import time
 from pathlib import Path
 
@@ -120,9 +121,27 @@ def compared_rows(nll: dict[str, np.ndarray], seconds: dict[str, float]) -> list
     return rows
 
 
+def result_file() -> Path:
+    """Where the results go.
+
+    Raises:
+      UserError: they cannot be written there, which is better known before the study than after it.
+    """
+    folder, name = Path(_RESULTS.value or "docs/benchmarks"), _NAME.value
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise UserError(f"--name={name}: give letters, digits, _ - and . alone")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--results_dir={folder} is no folder ({error.strerror}): give another one") from None
+    return folder / f"rules_{name}.json"
+
+
 def main(argv: list[str]) -> None:
     del argv
     path, recipes = Path(_CHECKPOINT.value), [mt.recipe(name) for name in _COMPARED.value]
+    if len({recipe.name for recipe in recipes}) != len(recipes) or not recipes:
+        raise UserError(f"--compared={','.join(_COMPARED.value)}: give recipes, each once")
     if not path.exists():
         raise UserError(f"--checkpoint={path} is not there: give a GGUF file or the folder of a model")
     model = open_model(path)
@@ -131,6 +150,7 @@ def main(argv: list[str]) -> None:
     tokens_BT = spread_windows(ids, _WINDOWS.value, _WINDOW.value)
     if tokens_BT.shape[1] > model.positions:
         raise UserError(f"--window_tokens={tokens_BT.shape[1]}: the model has {model.positions} positions")
+    path_written = result_file()
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
     print(f"{source}: {len(text.encode('utf-8')):,} bytes, {len(ids):,} tokens; {tokens_BT.size:,} are read", flush=True)
     config, params = model.load()
@@ -140,11 +160,9 @@ def main(argv: list[str]) -> None:
         nll[recipe.name] = window_nll(mt.prepare(params, config, recipe), tokens_BT, _BATCH.value)
         seconds[recipe.name] = time.perf_counter() - start
         print(f"{recipe.name}: {nll[recipe.name].mean():.4f} nats/token, {seconds[recipe.name]:.0f} s", flush=True)
-    name = f"rules_{_NAME.value}"
-    path_written = Path(_RESULTS.value or "docs/benchmarks") / f"{name}.json"
     write_results(
         path_written,
-        name=name,
+        name=path_written.stem,
         title=f"Negative log-likelihood of {path.name} under each recipe",
         columns=COLUMNS,
         rows=compared_rows(nll, seconds),

@@ -4,9 +4,9 @@
     python -m experiments.sample --checkpoint=models/Qwen3-0.6B --chat --nothinking --prompt='What is 2+2?' --temperature=0
     python -m experiments.sample --checkpoint=model.gguf --chat --prompt='What is 2+2?' --temperature=0
 
-The checkpoint is the workdir of a run, a folder in Hugging Face's layout, or a GGUF file. What flags do not say is as the run
-sampled, or as the folder's generation_config.json says; the recipe is the run's, or bf16. The text goes to stdout, everything
-else to stderr.
+The checkpoint is the workdir of a run, a folder in Hugging Face's layout (plain or NVFP4), or a GGUF file. What flags do not say
+is as the run sampled, or as the folder's generation_config.json says; the recipe is the run's or the NVFP4 folder's, or bf16. The
+text goes to stdout, everything else to stderr.
 With `--log_probs` there is a line for each token instead: its log-prob in nats (nine digits: every bit of the float32), its id,
 and the text that is whole with it, as JSON. The same flags and seed give the same bits on the same machine.
 """
@@ -105,12 +105,11 @@ def _open_run(folder: Path, recipe: str | None) -> Source:
 
 
 def _open_model(path: Path, recipe: str | None) -> Source:
-    model, chosen = open_model(path), mt.recipe(recipe or "bf16")
+    model, chosen = open_model(path), mt.recipe(recipe) if recipe else None
 
     def load():
         _note(f"reading {path}")
-        config, params = model.load()
-        return mt.prepare(params, config, chosen)
+        return model.prepare(chosen)
 
     return Source(
         load=load,

@@ -14,6 +14,7 @@ from minite_jax.optional import require
 
 # Templates pass over a role that they do not know, and the message with it: a misspelt one is refused before.
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_LARGE = 1_000_000  # numbers, and characters of a product, that no template of a conversation needs
 
 
 class ChatTemplate:
@@ -40,6 +41,8 @@ class ChatTemplate:
             self._names = require("jinja2.meta", "hf").find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{where}, line {error.lineno}: {_one_line(error.message)}; mend the chat template") from error
+        except RecursionError:
+            raise UserError(f"{where} is nested too deeply; mend the chat template") from None
 
     def render(
         self,
@@ -111,9 +114,27 @@ def _environment():
     def refuse(message):
         raise _RefusalError(message)
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
+    class Environment(sandbox.ImmutableSandboxedEnvironment):
+        """The sandbox keeps a template from files and from Python's insides, and from long ranges; here from large products too,
+        with which a template from elsewhere could fill the memory.
+        """
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context, operator, left, right):
+            numbers = all(isinstance(each, int | float) and abs(each) < _LARGE for each in (left, right))
+            if operator == "**" and not (numbers and abs(right) < 64):
+                raise sandbox.SecurityError("a power of this size is not allowed")
+            size = max((len(each) for each in (left, right) if hasattr(each, "__len__")), default=1)
+            times = max((abs(each) for each in (left, right) if isinstance(each, int)), default=1)
+            if operator == "*" and not numbers and size * times > _LARGE:
+                raise sandbox.SecurityError("a product of this size is not allowed")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"], loader=jinja2.BaseLoader()
     )
+    environment.globals.pop("lipsum", None)  # Jinja's random prose, as much as is asked for
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

@@ -186,8 +186,11 @@ def _marks(config: dict[str, Any]) -> dict[str, str]:
 
 def _check_added(backend: Any, config: dict[str, Any], folder: Path) -> None:
     """Refuses files of two models in one folder."""
-    for key, token in config.get("added_tokens_decoder", {}).items():
-        there = backend.id_to_token(int(key)) if key.isdecimal() else None
+    added = config.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict):
+        raise UserError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must be an object; copy it anew")
+    for key, token in added.items():
+        there = backend.id_to_token(int(key)) if key.isdecimal() and len(key) < 10 else None
         if there != _content(token):
             raise UserError(
                 f"{folder}: token {key} is {_content(token)!r} in tokenizer_config.json and {there!r} in tokenizer.json; "
@@ -227,7 +230,7 @@ def _chat_template(folder: Path, config: dict[str, Any], marks: dict[str, str]) 
     source = config.get("chat_template")
     file = folder / "tokenizer_config.json"
     if isinstance(source, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+        named = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
         if "default" not in named:
             raise UserError(f"{file} has chat templates but none named 'default'; put the one to use into chat_template.jinja")
         source = named["default"]

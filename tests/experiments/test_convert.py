@@ -3,7 +3,9 @@
 import filecmp
 import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -154,13 +156,17 @@ def test_dry_run_prints_the_table_and_writes_nothing(tmp_path, capsys):
     assert lines[-1] == f"would be written as orbax to {tmp_path / 'out'}" and not (tmp_path / "out").exists()
 
 
-def test_mistakes_are_one_line(tmp_path):
+def test_mistakes_are_one_line(tmp_path, tmp_path_factory, monkeypatch):
+    """And found before any weights are read."""
+    monkeypatch.setattr(mt, "load_huggingface", lambda *_, **__: pytest.fail("read"))
     (tmp_path / "other" / "x").mkdir(parents=True)
+    ids = tmp_path_factory.mktemp("ids") / "ids.json"
+    ids.write_text("[[1, 2], [96]]")
     llama = DATA / "llama"
     for flags, message in (
         (dict(source=tmp_path / "nowhere"), "neither config.json nor checkpoints/"),
         (dict(source=llama), "--target is missing"),
-        (dict(source=llama, target=tmp_path / "other"), "--target=.*other is there already"),
+        (dict(source=llama, target=tmp_path / "other"), "other is there already: nothing is written over"),
         (dict(source=llama, target=tmp_path / "a", like=llama), "--like says what a Hugging Face folder looks like"),
         (dict(source=llama, target=tmp_path / "a", recipe="nvfp4"), "--recipe is for NVFP4, and orbax is written"),
         (dict(source=llama, target=tmp_path / "a", to="nvfp4", recipe="nvfp5"), "--recipe=nvfp5: no recipe 'nvfp5'"),
@@ -168,11 +174,36 @@ def test_mistakes_are_one_line(tmp_path):
         (dict(source=llama, target=tmp_path / "a", to="nvfp4", recipe="nvfp4_experts"), "quantises nothing in this model"),
         (dict(source=llama, target=tmp_path / "a", to="nvfp4", calibration=tmp_path / "no"), "=.*no cannot be read"),
         (dict(source=llama, target=tmp_path / "a", to="nvfp4", calibration=llama / "config.json"), "else than lists of"),
+        (dict(source=llama, target=tmp_path / "a", to="nvfp4", calibration=ids), "token 96 is none of the vocabulary's 96"),
+        (dict(source=llama, target=llama / "config.json" / "a", to="hf"), "cannot be made: .*config.json is no folder"),
+        (dict(source=llama, target=tmp_path / "a", to="hf", like=tmp_path), "config.json is missing"),
+        (dict(source=llama, target=tmp_path / "a", to="hf", like=DATA / "qwen3_dense"), "qwen3_dense is of another model"),
+        (dict(source=llama, target=tmp_path / "a", to="nvfp4", like=DATA / "qwen3_dense"), "qwen3_dense is of another model"),
     ):
         with pytest.raises((UserError, ValueError), match=message) as caught:
             run(**flags)
         assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["other"]
+
+
+@pytest.mark.parametrize("to", ["hf", "nvfp4"])
+def test_a_full_disk_is_found_before_anything_is_read(tmp_path, monkeypatch, to):
+    monkeypatch.setattr(mt, "load_huggingface", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(mt, "prepare_huggingface", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000))
+    with pytest.raises(UserError, match="a needs [1-9][0-9],[0-9]{3} bytes and the disk has 1,000: make room"):
+        run(source=DATA / "llama", target=tmp_path / "a", to=to)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_target_that_is_a_link_is_written_where_it_leads(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    (tmp_path / "later").symlink_to(tmp_path / "new")
+    run(source=DATA / "llama", target=tmp_path / "out", to="hf")
+    run(source=DATA / "llama", target=tmp_path / "later", to="hf")
+    assert_same_files(tmp_path / "disk", tmp_path / "new")
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "later" / "model.safetensors").is_file()
 
 
 def test_synthetic_checkpoint(tmp_path, monkeypatch):

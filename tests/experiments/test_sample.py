@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,11 @@ from configs import quickstart
 from experiments import model_files, sample
 from experiments.training import Run
 from minite_jax import checkpoint
+from minite_jax.checkpoint import nvfp4_files
+from minite_jax.checkpoint.huggingface import to_json
 from minite_jax.errors import UserError
 from minite_jax.model import tiny_dense
+from minite_jax.model.rope import RopeScaling
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -129,18 +133,16 @@ class Model:
         self.folder, self.encode = folder, lambda text: backend.encode(text, add_special_tokens=False).ids
         self.write("tokenizer_config", chat_template=TEMPLATE, eos_token="<|im_end|>")
         self.write("generation_config", eos_token_id=[257], temperature=0.6, top_k=20, top_p=0.95, do_sample=True)
-        self.write("config", max_position_embeddings=600)
-        self.vocab_size, self.answer, self.asked = 320, [97], None
-        monkeypatch.setattr(mt, "load_huggingface", self._load, raising=False)
-        monkeypatch.setattr(mt, "prepare", lambda params, config, recipe: recipe)
+        self.describe(vocab_size=320)
+        self.answer, self.asked = [97], None
+        monkeypatch.setattr(mt, "prepare_huggingface", lambda path, recipe: recipe if path == folder else None)
         monkeypatch.setattr(mt, "stream", self._stream)
 
     def write(self, name, **content):
         (self.folder / f"{name}.json").write_text(json.dumps(content))
 
-    def _load(self, folder):
-        assert folder == self.folder
-        return tiny_dense(vocab_size=self.vocab_size), {}
+    def describe(self, **changes):
+        self.write("config", **to_json(tiny_dense(**changes), extra={"max_position_embeddings": 600}))
 
     def _stream(self, policy, prompt, params, *, key):
         self.asked = policy, prompt, params, key
@@ -189,30 +191,68 @@ def test_wrong_flags_for_a_folder(refusal, model):
     assert refusal(checkpoint=folder, prompt="a" * 100) == (
         "the prompt, 100 tokens, and --max_tokens=512 are too long together: the model has 600 positions; lower --max_tokens"
     )
-    model.vocab_size = 256
+    model.describe(vocab_size=256)
     assert refusal(checkpoint=folder, prompt="a") == (
         f"the tokenizer in {folder} has 260 tokens and its model 256: copy the files of one model there"
     )
+    model.describe(vocab_size=320)
     model.write("tokenizer_config")
     assert "has no chat template" in refusal(checkpoint=folder, prompt="a", chat=True)
     (model.folder / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in refusal(checkpoint=folder, prompt="a")
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
+@pytest.mark.parametrize("value", ["1", [1], True])
+def test_settings_that_are_no_numbers(refusal, model, name, value):
+    model.write("generation_config", **{name: value})
+    said = refusal(checkpoint=str(model.folder), prompt="a")
+    assert said.endswith(f"generation_config.json: {name}={value!r} must be a number")
+
+
+def test_text_that_cannot_be_sampled_from(refusal, model):
+    folder = str(model.folder)
+    assert refusal(checkpoint=folder, prompt="a\udc80") == "the text is no valid Unicode at character 1: give it as UTF-8"
+    assert refusal(checkpoint=folder, prompt="a", max_tokens=0) == "max_tokens=0 must be at least 1"
+    assert refusal(checkpoint=folder, prompt="a", temperature=float("nan")).startswith("temperature=nan must be 0 (greedy)")
+
+
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768)
+
+
 @pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        ({}, float("inf")),
-        ({"max_position_embeddings": 40_960, "rope_scaling": None}, 40_960),
-        (
-            {
-                "max_position_embeddings": 40_960,
-                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
-            },
-            131_072,
-        ),
-        ({"max_position_embeddings": 40_960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 40_960),
-    ],
+    ("said", "scaling", "wanted"),
+    [(None, None, float("inf")), (40_960, None, 40_960), (40_960, YARN, 131_072), (200_000, YARN, 200_000)],
 )
-def test_positions(config, wanted):
-    assert model_files.max_positions(config) == wanted
+def test_positions(said, scaling, wanted):
+    assert model_files.max_positions({"max_position_embeddings": said}, tiny_dense(rope_scaling=scaling), "") == wanted
+
+
+@pytest.mark.parametrize("said", ["x", [1], 0, -5, True, float("inf")])
+def test_positions_that_are_no_number(said):
+    with pytest.raises(UserError, match="c.json: max_position_embeddings=.* must be a whole number above 0"):
+        model_files.max_positions({"max_position_embeddings": said}, tiny_dense(), "c.json")
+
+
+def test_an_nvfp4_folder_is_sampled_by_its_own_recipe(run, model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(nvfp4_files, "open_nvfp4", lambda folder: SimpleNamespace(config=tiny_dense(vocab_size=320)))
+    monkeypatch.setattr(mt, "load_nvfp4", lambda *given: asked.append(given))
+    model.write("hf_quant_config")
+    run(checkpoint=str(model.folder), prompt="a")
+    run(checkpoint=str(model.folder), prompt="a", recipe="nvfp4_46")
+    assert asked == [(model.folder, None), (model.folder, mt.recipe("nvfp4_46"))]
+
+
+@pytest.mark.slow
+def test_an_nvfp4_folder_end_to_end(run, refusal, model, tmp_path):
+    recipe = mt.recipe("nvfp4", last_plain=1)
+    config = tiny_dense(vocab_size=320, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32)
+    policy = nvfp4_files.pack_params(mt.init_params(config, jax.random.key(1)), config, recipe)
+    folder = mt.save_nvfp4(tmp_path / "q", policy)
+    (folder / "tokenizer.json").write_bytes((model.folder / "tokenizer.json").read_bytes())
+    run(checkpoint=str(folder), prompt="a")
+    read = model.asked[0]
+    assert read.recipe == recipe
+    jax.tree.map(np.testing.assert_array_equal, read.weights, policy.weights)
+    assert "the given recipe has it otherwise" in refusal(checkpoint=str(folder), prompt="a", recipe="bf16")

@@ -88,6 +88,20 @@ def test_windows():
         rules.spread_windows(np.arange(103), windows=11, length=10)
 
 
+def test_mistakes_are_known_before_the_study(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(mt, "load_gguf", lambda path: pytest.fail("read"))
+    (tmp_path / "text").write_text("the quick brown fox " * 20)
+    fine = dict(checkpoint=model, text=tmp_path / "text", windows=2, window_tokens=16, results_dir=tmp_path)
+    for changes, message in (
+        (dict(compared=[]), "--compared=: give recipes, each once"),
+        (dict(compared=["fp32", "fp32"]), "--compared=fp32,fp32: give recipes, each once"),
+        (dict(name="a/b"), "--name=a/b: give letters, digits, _ - and . alone"),
+        (dict(results_dir=tmp_path / "text"), "--results_dir=.*text is no folder .*: give another one"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(rules, **fine | changes)
+
+
 def test_intervals():
     """Student's t by hand: differences 1, 2, 3 have mean 2 and deviation 1; t(0.975, 2) = 4.3027."""
     first = np.array([5.0, 1.0, 3.0])

@@ -36,7 +36,9 @@ def test_an_export_like_the_import_has_equal_files(data, tmp_path, name):
 @pytest.mark.parametrize("name", ["qwen3_dense", "qwen3_moe", "llama"])
 def test_a_new_folder_has_the_weights_that_transformers_writes(data, tmp_path, name):
     config, params = mt.load_huggingface(data / name)
-    out = mt.save_huggingface(tmp_path / "out", params, config, extra={"max_position_embeddings": 512, "eos_token_id": [1, 2]})
+    more = {"max_position_embeddings": 512, "eos_token_id": [1, 2]}
+    out = mt.save_huggingface(tmp_path / "out", params, config, extra=more, beside={"tokenizer.json": '{"é": 1}'})
+    assert (out / "tokenizer.json").read_text(encoding="utf-8") == '{"é": 1}'
     assert filecmp.cmp(out / "model.safetensors", data / name / "model.safetensors", shallow=False)
     written = json.loads((out / "config.json").read_text())
     assert written["eos_token_id"] == [1, 2] and written["max_position_embeddings"] == 512

@@ -60,6 +60,10 @@ def test_functions_and_marks_of_templates():
     assert _render("{{ date }}", date="today") == "today"
 
 
+def test_products_of_a_usual_size():
+    assert _render("{{ '-' * 3 }}{{ 2 * 3 }}{{ 2 ** 10 }}{{ 0.5 * 4 }}{{ ([1] * 2) | length }}") == "---610242.02"
+
+
 def test_a_template_refuses(tokenizer):
     source = "{% if messages[0].role != 'system' %}{{ raise_exception('a system\nmessage comes first') }}{% endif %}"
     assert _line(_render, source) == "the chat template refuses these messages: a system message comes first"
@@ -73,6 +77,15 @@ def test_a_template_refuses(tokenizer):
         ("{{ messages.append(1) }}", "fails for these messages: "),  # the sandbox
         ("{{ messages.__class__.__mro__ }}", "fails for these messages: "),
         ("{{ 1 // 0 }}", "fails for these messages: "),
+        ("{% include '/etc/hostname' %}", "fails for these messages: /etc/hostname"),
+        ("{{ open('/etc/hostname').read() }}", "fails for these messages: 'open' is undefined"),
+        ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "fails for these messages: access to attribute '__init__'"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "fails for these messages: Range too big"),
+        ("{{ 'a' * 10 ** 9 }}", "fails for these messages: a product of this size is not allowed"),
+        ("{{ 10 ** 9 * ['a'] }}", "fails for these messages: a product of this size is not allowed"),
+        ("{{ lipsum(100000) }}", "fails for these messages: 'lipsum' is undefined"),
+        ("{{ 9 ** 9 ** 9 }}", "fails for these messages: a power of this size is not allowed"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails for these messages: maximum recursion depth"),
     ],
 )
 def test_a_template_fails(source, wanted):
@@ -85,6 +98,7 @@ def test_a_template_fails(source, wanted):
         ("a\n{% for %}", "the chat template, line 2: "),
         ("{% if messages %}", "the chat template, line 1: Unexpected end of template"),
         ("{{ messages | no_such_filter }}", "the chat template, line 1: No filter named 'no_such_filter'"),
+        ("{{" + "(" * 3000 + "1" + ")" * 3000 + "}}", "the chat template is nested too deeply"),
         ("{% no_such_tag %}", "the chat template, line 1: Encountered unknown tag 'no_such_tag'"),
     ],
 )
@@ -132,7 +146,7 @@ def test_where_a_folder_keeps_its_template(folder):
 
 def test_errors_of_a_folders_template(folder):
     name = folder.path / "tokenizer_config.json"
-    folder.config["chat_template"] = [{"name": "rag", "template": "t"}]
+    folder.config["chat_template"] = [{"name": "rag", "template": "t"}, {"name": ["default"], "template": "t"}, 5]
     assert "has chat templates but none named 'default'" in _line(folder.load)
     folder.config["chat_template"] = 3
     assert _line(folder.load) == f"{name}: chat_template must be a text, not int; copy it anew"

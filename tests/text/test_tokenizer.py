@@ -170,7 +170,11 @@ def test_errors_of_contents(folder):
     folder.config["eos_token"] = None
     folder.config["added_tokens_decoder"]["271"] = {"content": "<|start|>"}
     assert "token 271 is '<|start|>' in tokenizer_config.json and '<|im_start|>' in tokenizer.json" in _line(folder.load)
-    folder.config["added_tokens_decoder"] = {}
+    folder.config["added_tokens_decoder"] = {"9" * 30: {"content": "a"}}
+    assert "9 is 'a' in tokenizer_config.json and None in tokenizer.json" in _line(folder.load)
+    folder.config["added_tokens_decoder"] = [1]
+    assert "tokenizer_config.json: added_tokens_decoder must be an object; copy it anew" in _line(folder.load)
+    folder.config["added_tokens_decoder"] = None
     folder.tokenizer["decoder"] = {"type": "ByteFallback"}
     assert _line(folder.load) == (
         f"{folder.path} has the decoder ByteFallback; only byte-level tokenizers (ByteLevel) can be read"

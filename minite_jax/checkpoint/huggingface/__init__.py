@@ -10,9 +10,9 @@ is; `reader` and `writer` move the numbers, a piece of a tensor at a time.
 from minite_jax.checkpoint.huggingface.config import from_json, read_config, to_json
 from minite_jax.checkpoint.huggingface.names import Placement, placements
 from minite_jax.checkpoint.huggingface.reader import Folder, load_huggingface, open_folder
-from minite_jax.checkpoint.huggingface.writer import save_huggingface
+from minite_jax.checkpoint.huggingface.writer import open_like, save_huggingface
 
 __all__ = [
-    "Folder", "Placement", "from_json", "load_huggingface", "open_folder", "placements", "read_config", "save_huggingface",
-    "to_json",
+    "Folder", "Placement", "from_json", "load_huggingface", "open_folder", "open_like", "placements", "read_config",
+    "save_huggingface", "to_json",
 ]  # fmt: skip

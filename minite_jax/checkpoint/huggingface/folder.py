@@ -51,12 +51,34 @@ class File(NamedTuple):
     contents: list[Content]
 
 
-def check_new(folder: Path) -> None:
-    """Raises CheckpointError where a folder cannot be written: something is there, or this process is one of several."""
+def check_new(folder: str | Path) -> Path:
+    """Where a folder is to be written: itself, or what it is a link to.
+
+    Raises:
+      CheckpointError: it cannot be written: something is there or in its way, or this process is one of several.
+    """
+    folder = Path(folder).resolve()
     if jax.process_count() > 1:
         raise CheckpointError("a folder is written by one process; this run has several")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already: nothing is written over, give another folder")
+    nearest = _nearest(folder.parent)
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        what = "cannot be written to" if nearest.is_dir() else "is no folder"
+        raise CheckpointError(f"{folder} cannot be made: {nearest} {what}; give another folder")
+    return folder
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Raises CheckpointError where the disk of a folder, which need not be there, has no room for so many bytes."""
+    free = shutil.disk_usage(_nearest(folder)).free
+    if free < nbytes:
+        raise CheckpointError(f"{folder} needs {nbytes:,} bytes and the disk has {free:,}: make room")
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the first of its parents that is there."""
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def plan_files(contents: Iterable[Content], max_shard_bytes: int, parameters: int) -> tuple[list[File], dict[str, Any]]:
@@ -120,7 +142,7 @@ def write_folder(
     """Writes a folder, which `check_new` has let pass.
 
     Args:
-      final: the folder.
+      final: the folder, as `check_new` gives it.
       plan: its files with weights.
       others: its other files, to copy or as bytes.
       leaves: arrays of which the plan's tensors are blocks, on any devices; an `Nvfp4Array` stands for its numbers.
@@ -132,10 +154,8 @@ def write_folder(
     needed = sum(len(each.header) + sum(content.nbytes for content in each.contents) for each in plan)
     unfinished = final.with_name(f".{final.name}.unfinished")
     try:
+        check_room(final, needed)
         final.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(final.parent).free
-        if free < needed:
-            raise CheckpointError(f"{final} needs {needed:,} bytes and the disk has {free:,}: make room")
         shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
         unfinished.mkdir()
         for each in plan:

@@ -30,6 +30,7 @@ def save_huggingface(
     fused_experts: bool = False,
     max_shard_bytes: int = 5_000_000_000,
     extra: Mapping[str, Any] | None = None,
+    beside: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Path:
     """Writes a folder with config.json and safetensors files that transformers, vLLM and SGLang read.
@@ -57,6 +58,7 @@ def save_huggingface(
       fused_experts: see `names.placements`.
       max_shard_bytes: most bytes of tensors in one file, unless one tensor has more.
       extra: see `config.to_json`.
+      beside: other files of the folder, by name: a tokenizer.
       progress: called with the number of bytes of each piece that was written.
 
     Returns:
@@ -66,8 +68,7 @@ def save_huggingface(
       CheckpointError: the folder holds something, the disk has no room, a parameter is missing, of another shape, NaN or
         infinite, or too large for its type in the file, or `like` is of another model. What was written is removed.
     """
-    final = Path(folder)
-    check_new(final)
+    final = check_new(folder)
     leaves = _leaves(params, config)
     if like is None:
         if dtype not in TYPES:
@@ -76,7 +77,8 @@ def save_huggingface(
         plan, others = plan_files(contents, max_shard_bytes, num_params(config))
         others["config.json"] = to_bytes(to_json(config, dtype=dtype, extra=extra))
     else:
-        plan, others = _same_plan(open_folder(like), config)
+        plan, others = _same_plan(open_like(like, config))
+    others |= {name: text.encode() for name, text in (beside or {}).items()}
     return write_folder(final, plan, others, leaves, progress)
 
 
@@ -100,14 +102,24 @@ def _type(leaf: Any) -> str:
     return "NVFP4" if isinstance(leaf, Nvfp4Array) else str(leaf.dtype)
 
 
-def _same_plan(like: Folder, config: ModelConfig) -> tuple[list[File], dict[str, Any]]:
+def open_like(folder: str | Path, config: ModelConfig) -> Folder:
+    """Looks into a folder that a new one is to be like; reads no weights.
+
+    Raises:
+      CheckpointError: see `open_folder`; or it is of another model, or has tensors that its index assigns elsewhere.
+    """
+    like = open_folder(folder)
     if like.config != config:
         raise CheckpointError(f"{like.path} is of another model than these parameters: leave `like` out, or give its own folder")
     if like.stale:
         stale = shorten([*map(str, like.stale)])
         raise CheckpointError(f"{like.path} holds tensors that its index assigns to other files ({stale}): leave `like` out")
+    return like
+
+
+def _same_plan(like: Folder) -> tuple[list[File], dict[str, Any]]:
     sources: dict[str, Placement | files.Tensor] = {each.tensor: each for each in like.placements}
-    if config.tie_word_embeddings and "lm_head.weight" in like.tensors:
+    if like.config.tie_word_embeddings and "lm_head.weight" in like.tensors:
         sources["lm_head.weight"] = sources["model.embed_tokens.weight"]
     plan = []
     for path, header in like.headers.items():

@@ -11,9 +11,9 @@ scales as they are, and `packing` makes them, a matrix at a time.
 from minite_jax.checkpoint.nvfp4_files.layouts import LAYOUTS, is_nvfp4
 from minite_jax.checkpoint.nvfp4_files.packing import pack_params, prepare_huggingface, unpack_params
 from minite_jax.checkpoint.nvfp4_files.reader import Nvfp4Folder, load_nvfp4, open_nvfp4, read_input_scales
-from minite_jax.checkpoint.nvfp4_files.writer import nvfp4_contents, save_nvfp4
+from minite_jax.checkpoint.nvfp4_files.writer import nvfp4_contents, read_like, save_nvfp4
 
 __all__ = [
     "LAYOUTS", "Nvfp4Folder", "is_nvfp4", "load_nvfp4", "nvfp4_contents", "open_nvfp4", "pack_params", "prepare_huggingface",
-    "read_input_scales", "save_nvfp4", "unpack_params",
+    "read_input_scales", "read_like", "save_nvfp4", "unpack_params",
 ]  # fmt: skip

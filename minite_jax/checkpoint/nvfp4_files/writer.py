@@ -17,6 +17,7 @@ from minite_jax.checkpoint.huggingface.reader import INDEX
 from minite_jax.checkpoint.nvfp4_files import layouts
 from minite_jax.checkpoint.nvfp4_files.blocks import blocks, matrices
 from minite_jax.checkpoint.nvfp4_files.reader import OURS
+from minite_jax.model.config import ModelConfig
 from minite_jax.model.params import num_params, path_name
 from minite_jax.model.policy import Policy
 from pallas_kernels.nvfp4 import Nvfp4Array
@@ -34,6 +35,7 @@ def save_nvfp4(
     dtype: str = "float32",
     max_shard_bytes: int = 5_000_000_000,
     extra: Mapping[str, Any] | None = None,
+    beside: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Path:
     """Writes a folder that vLLM, SGLang and TensorRT-LLM read, with the policy's own codes and scales.
@@ -54,6 +56,7 @@ def save_nvfp4(
         do when they load it.
       max_shard_bytes: most bytes of tensors in one file, unless one tensor has more.
       extra: without `like`, see `minite_jax.checkpoint.huggingface.to_json`.
+      beside: other files of the folder, by name: a tokenizer.
       progress: called with the number of bytes of each piece that was written.
 
     Returns:
@@ -64,8 +67,7 @@ def save_nvfp4(
         infinite, `like` is of another model, a scale of activations is missing or no positive number, or compressed-tensors'
         divisors cannot say an outer scale. What was written is removed.
     """
-    final = Path(folder)
-    check_new(final)
+    final = check_new(folder)
     if layout not in layouts.LAYOUTS or dtype not in _TYPES:
         known = f"layout one of {', '.join(layouts.LAYOUTS)}, dtype one of {', '.join(_TYPES)}"
         raise CheckpointError(f"layout={layout!r}, dtype={dtype!r}: {known}")
@@ -83,6 +85,7 @@ def save_nvfp4(
     if like is not None:
         own = {"config.json", layouts.QUANT_FILE, INDEX}
         others |= {name: path for name, path in other_files(Path(like)).items() if name not in own}
+    others |= {name: text.encode() for name, text in (beside or {}).items()}
     return write_folder(final, plan, others, leaves, progress)
 
 
@@ -137,8 +140,17 @@ def _config(policy: Policy, like, extra) -> dict[str, Any]:
         return to_json(policy.config, dtype=policy.recipe.dtype, extra=extra)
     if extra is not None:
         raise CheckpointError("extra keys are for a folder without `like`, whose config.json is taken: leave one of them out")
+    return read_like(like, policy.config)
+
+
+def read_like(like: str | Path, config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a folder, plain or NVFP4, that a new one is to be like, without what it says of quantisation.
+
+    Raises:
+      CheckpointError: there is none, or it is of another model.
+    """
     path = Path(like) / "config.json"
     raw = {key: value for key, value in read_json(path).items() if key not in ("quantization_config", OURS)}
-    if from_json(raw, str(path)) != policy.config:
-        raise CheckpointError(f"{like} is of another model than this policy: leave `like` out, or give its own folder")
+    if from_json(raw, str(path)) != config:
+        raise CheckpointError(f"{like} is of another model: leave `like` out, or give its own folder")
     return raw
