@@ -4,18 +4,25 @@
     trace.busy, trace.span, trace.by(lambda kernel: kernel.part)
 
 The part of the model that a kernel belongs to is the innermost `jax.named_scope` of `PARTS` around the operation that it runs.
+
+XLA starts many kernels together, as a CUDA graph, and the profile then names the graph in place of the operation. What is left to
+go by: the scope that the whole graph shares, if it has one; the name of a fusion's kernel, which is that of the operation it was
+made for (others with the same code share it, which as a rule are those of other layers); and for Mosaic kernels, which all have one
+name, the operations that were not seen outside of graphs, where those agree. A kernel of which this says nothing is `OTHER`.
 """
 
 import collections
 import dataclasses
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+_OPERATION = re.compile(r'(?=\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)")(.*)')
+_MOSAIC = 'custom_call_target="mosaic_gpu'
 PARTS = ("embed", "attention", "moe", "mlp", "head", "sample", "optimizer", "pack")
 OTHER = "other"
 
@@ -78,9 +85,24 @@ def part_of(op_name: str) -> str:
     return part + (" backward" if "transpose(" in op_name else "")
 
 
-def op_names(compiled_text: str) -> dict[str, str]:
-    """The path of each instruction of a compiled program, by the instruction's name."""
-    return dict(re.findall(r'%?([\w.\-]+) = [^\n]*?metadata=\{[^}]*?op_name="([^"]*)"', compiled_text))
+@dataclasses.dataclass(frozen=True)
+class Operations:
+    """Operations of compiled programs.
+
+    Attributes:
+      paths: path of each instruction by name.
+      mosaic: names of those that run a Mosaic kernel.
+    """
+
+    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    mosaic: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, *compiled_texts: str) -> "Operations":
+        """Reads the texts of compiled programs."""
+        lines = [line for text in compiled_texts for line in text.splitlines()]
+        found = [m.groups() for m in map(_OPERATION.match, lines) if m]
+        return cls({name: path for name, path, _ in found}, frozenset(name for name, _, line in found if _MOSAIC in line))
 
 
 def short_name(name: str) -> str:
@@ -96,35 +118,44 @@ def record(run: Callable[[], Any], programs: Iterable[Any] = ()) -> Trace:
       run: returns when the device is done.
       programs: compiled programs that it runs (`jit(f).lower(..).compile()`), whose instructions tell the kernels' parts.
     """
-    paths: dict[str, str] = {}
-    for program in programs:
-        paths |= op_names(program.as_text())
+    operations = Operations.of(*(program.as_text() for program in programs))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         (file,) = Path(folder).rglob("*.xplane.pb")
-        return from_planes(jax.profiler.ProfileData.from_file(str(file)).planes, paths)
+        return from_planes(jax.profiler.ProfileData.from_file(str(file)).planes, operations)
 
 
-def from_planes(planes: Iterable[Any], paths: dict[str, str]) -> Trace:
+def from_planes(planes: Iterable[Any], operations: Operations) -> Trace:
     """The kernels of a profile's planes.
 
     Args:
       planes: of `jax.profiler.ProfileData`; only the streams of GPUs count.
-      paths: path of each instruction by name.
+      operations: of the programs that ran.
     """
-    kernels = []
-    for plane in planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                stats = dict(event.stats)
-                path = str(stats.get("tf_op") or stats.get("name") or "")
-                path = path if "/" in path else paths.get(str(stats.get("hlo_op", "")), "")
-                kernels.append(Kernel(short_name(event.name), part_of(path), event.start_ns / 1e9, event.duration_ns / 1e9))
+    events = [
+        (event, dict(event.stats))
+        for plane in planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+    alone = {str(stats.get("hlo_op", "")) for _, stats in events}
+    in_graphs = {operations.paths[name] for name in operations.mosaic - alone}
+    mosaic_path = in_graphs.pop() if len(set(map(part_of, in_graphs))) == 1 else ""
+
+    def path(name: str, stats: Mapping[str, Any]) -> str:
+        for told in (stats.get("tf_op"), stats.get("name")):
+            if "/" in str(told):
+                return str(told)
+        operation = operations.paths.get(str(stats.get("hlo_op", "")))
+        return operation or operations.paths.get(re.sub(r"_(\d+)$", r".\1", name)) or (mosaic_path if "mosaic" in name else "")
+
+    kernels = [
+        Kernel(short_name(event.name), part_of(path(event.name, stats)), event.start_ns / 1e9, event.duration_ns / 1e9)
+        for event, stats in events
+    ]
     kernels.sort(key=lambda k: k.start)
     first = kernels[0].start if kernels else 0.0
     return Trace(tuple(dataclasses.replace(k, start=k.start - first) for k in kernels))

@@ -38,17 +38,19 @@ def test_a_kernels_short_name(name, short):
     assert trace.short_name(name) == short
 
 
-def test_paths_are_read_from_a_programs_text():
+def test_operations_are_read_from_a_programs_text():
     text = """
   %fusion.1 = f32[2]{0} fusion(%p), kind=kLoop, metadata={op_name="jit(f)/moe/add" source_line=3}
-  ROOT custom-call.2 = bf16[4] custom-call(%fusion.1), metadata={op_type="x" op_name="jit(f)/head/call"}
+  ROOT call.2 = bf16[4] custom-call(%fusion.1), custom_call_target="mosaic_gpu_v2", metadata={op_type="x" op_name="jit(f)/head/call"}
   %no_metadata = f32[] constant(0)
 """
-    assert trace.op_names(text) == {"fusion.1": "jit(f)/moe/add", "custom-call.2": "jit(f)/head/call"}
+    found = trace.Operations.of(text)
+    assert found.paths == {"fusion.1": "jit(f)/moe/add", "call.2": "jit(f)/head/call"}
+    assert found.mosaic == {"call.2"}
 
 
-def _event(name, start, duration, **stats):
-    return SimpleNamespace(name=name, start_ns=start, duration_ns=duration, stats=list(stats.items()))
+def _event(kernel, start, duration, **stats):
+    return SimpleNamespace(name=kernel, start_ns=start, duration_ns=duration, stats=list(stats.items()))
 
 
 def test_kernels_of_a_profile():
@@ -61,12 +63,34 @@ def test_kernels_of_a_profile():
         SimpleNamespace(name="XLA Ops", events=[_event("a_kernel", 0, 9999)]),
     ]
     planes = [SimpleNamespace(name="/device:GPU:0", lines=streams), SimpleNamespace(name="/host:CPU", lines=streams)]
-    found = trace.from_planes(planes, {"call.7": "jit(f)/head/y"})
+    found = trace.from_planes(planes, trace.Operations({"call.7": "jit(f)/head/y"}))
     assert [(k.name, k.part) for k in found.kernels] == [("a_kernel", "moe"), ("a_kernel", "moe"), ("b_kernel", "head")]
     assert found.span == pytest.approx(400e-9)
     assert found.busy == pytest.approx(300e-9)  # 1000..1200 and 1300..1400: what overlaps counts once
     by_part = found.by(lambda kernel: kernel.part)
     assert by_part["moe"] == (2, pytest.approx(250e-9)) and list(by_part) == ["moe", "head"]
+
+
+def test_kernels_of_a_cuda_graph():
+    """The profile names the graph: parts come from what the graph shares, from a fusion's name, from the one operation left."""
+    operations = trace.Operations(
+        {"add_fusion.3": "jit(f)/moe/add", "call.1": "jit(f)/moe/m", "call.2": "jit(f)/head/m", "call.3": "jit(f)/head/n"},
+        frozenset({"call.1", "call.2", "call.3"}),
+    )
+    graph = dict(hlo_op="command_buffer_1", tf_op="XlaModule:")
+    alone = _event("body_mosaic_gpu_kernel", 0, 1, hlo_op="call.1", tf_op="XlaModule:")
+    events = [
+        alone,
+        _event("body_mosaic_gpu_kernel", 1, 1, **graph),
+        _event("add_fusion_3", 2, 1, **graph),
+        _event("body_mosaic_gpu_kernel", 3, 1, name="jit(f)/transpose(jvp(attention))", **graph),
+        _event("sort_4", 4, 1, **graph),
+    ]
+    plane = SimpleNamespace(name="/device:GPU:0", lines=[SimpleNamespace(name="Stream #1(Compute)", events=events)])
+    parts = [kernel.part for kernel in trace.from_planes([plane], operations).kernels]
+    assert parts == ["moe", "head", "moe", "attention backward", "other"]
+    plane.lines[0].events.remove(alone)  # then the Mosaic kernel may be one of two parts'
+    assert trace.from_planes([plane], operations).kernels[0].part == "other"
 
 
 @pytest.fixture
