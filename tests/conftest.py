@@ -16,6 +16,11 @@ _CHECKED = [
 ]
 install_import_hook(["minite_jax", *_CHECKED], "beartype.beartype")
 
+# Compiling is most of what the fast tests cost, and LLVM's optimisations are half of that. The fast tests of these folders ask what
+# a program does, not what a compiler can bend in it, and leave them out; their slow tests have them. Bits are held under XLA's
+# defaults: in contracts, model, learner, nvfp4, ops.
+_COMPILED_QUICKLY = {"baselines", "checkpoint", "diagnostics", "experiments", "gguf", "huggingface"}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -42,6 +47,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if not wants_gpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    import jax
+
+    quickly = item.path.parent.name in _COMPILED_QUICKLY and not any(item.get_closest_marker(name) for name in ("slow", "gpu"))
+    if not quickly and os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1":
+        jax.clear_caches()  # the option is no part of their keys
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for the subprocesses of tests
+    return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
