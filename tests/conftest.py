@@ -16,9 +16,9 @@ _CHECKED = [
 ]
 install_import_hook(["minite_jax", *_CHECKED], "beartype.beartype")
 
-# Compiling is most of what the fast tests cost, and LLVM's optimisations are half of that. The fast tests of these folders ask what
-# a program does, not what a compiler can bend in it, and leave them out; their slow tests have them. Bits are held under XLA's
-# defaults: in contracts, model, learner, nvfp4, ops.
+# Compiling is most of what the fast tests cost, and LLVM's optimisations are half of that. The fast tests of these folders ask
+# what a program does, not how a compiler bends it, and leave them out; their slow tests have them. Bits are held under XLA's
+# defaults: in contracts, kernels, learner, model, nvfp4 and ops.
 _COMPILED_QUICKLY = {"baselines", "checkpoint", "diagnostics", "experiments", "gguf", "huggingface"}
 
 

@@ -11,7 +11,7 @@ each_world = pytest.mark.worlds("moe_nvfp4", "dense_nvfp4", slow=("moe_bf16",))
 ALONE_SLOTS = 40  # another length than the batch has
 
 
-@each_world
+@pytest.mark.worlds("moe_nvfp4", slow=("dense_nvfp4", "moe_bf16"))
 def test_a_row_alone_is_the_row_in_the_batch(world, assert_same_bits):
     tokens, _, _ = world.sequences
     together = world.score(tokens)

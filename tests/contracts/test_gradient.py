@@ -13,7 +13,7 @@ BATCH_SHAPE = (20, 32)  # that of the worlds' rollouts, so that the compiled pro
 GAP = "train_rollout_logprob_abs_diff"
 
 
-@pytest.mark.worlds("moe_nvfp4", "dense_nvfp4", slow=("moe_bf16", "moe_experts"))
+@pytest.mark.worlds("moe_nvfp4", slow=("dense_nvfp4", "moe_bf16", "moe_experts"))
 def test_the_gap_of_the_first_update_is_exactly_zero(world):
     """Log-probs of cached one-token decode against those of the `value_and_grad` call of the update."""
     _, metrics = world.gradients()
@@ -91,8 +91,8 @@ def test_gradients_of_layers_in_a_loop_and_one_after_another(world, assert_same_
 each_split = pytest.mark.parametrize(("micro_batches", "remat"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)])
 
 
-@each_split
-@pytest.mark.worlds("dense_nvfp4")
+@pytest.mark.parametrize(("micro_batches", "remat"), [(2, True), (4, False)])
+@pytest.mark.worlds(slow=("dense_nvfp4",))
 def test_micro_batches_and_remat_give_the_same_gradient_up_to_rounding(world, micro_batches, remat):
     whole, _ = world.gradients()
     parts, _ = world.gradients(micro_batches=micro_batches, remat=remat)
@@ -165,7 +165,7 @@ def test_gradients_are_slopes_of_the_loss(world):
 @pytest.mark.parametrize(("name", "bound"), [pytest.param("dense_bf16", 0.999, marks=pytest.mark.slow), ("dense_nvfp4", 0.75)])
 @pytest.mark.worlds("dense_fp32")
 def test_low_precision_gradients_point_where_float32_ones_do(world, world_named, name, bound):
-    """Every parameter's gradient, on one batch.
+    """Every parameter's gradient, on one batch: float32's whole, the other's in two micro-batches with remat.
 
     Quantising changes an operand by 9 % (a relative squared error of 0.0085), bfloat16 by about 0.2 %. Forward and backward of a
     layer put some twenty such operands between a loss and a parameter: errors of about 40 % and 1 %, cosines near 0.92 and
@@ -176,6 +176,6 @@ def test_low_precision_gradients_point_where_float32_ones_do(world, world_named,
     wanted = _named_leaves(world.gradients(batch)[0])
     other = world_named(name)
     batch = batch.replace(sampler_log_probs=jnp.asarray(other.score(batch.tokens)))  # ratios of 1: nothing is clipped
-    for leaf, gradient in _named_leaves(other.gradients(batch)[0]).items():
+    for leaf, gradient in _named_leaves(other.gradients(batch, micro_batches=2, remat=True)[0]).items():
         cosine = jnp.vdot(gradient, wanted[leaf]) / (jnp.linalg.norm(gradient) * jnp.linalg.norm(wanted[leaf]))
         assert cosine > bound, leaf

@@ -76,7 +76,7 @@ def test_a_request_alone_is_the_request_in_a_batch(world, assert_same_bits):
     assert_same_bits(_completions(alone, slice(0, n)), _completions(world.rollouts, slice(3 * n, 4 * n)))
 
 
-@pytest.mark.worlds("dense_nvfp4", slow=("moe_nvfp4", "moe_bf16"))
+@pytest.mark.worlds(slow=("dense_nvfp4", "moe_nvfp4", "moe_bf16"))
 def test_a_stream_is_the_sample(world):
     """One step of the sampler at a time, for a prompt alone, against its first sample in the batch: to the last bit."""
     one = dataclasses.replace(world.sampling, n=1)
@@ -177,6 +177,10 @@ def test_where_completions_end(vocabulary, peak, assert_same_bits):
     following = np.arange(4)[None, :] < np.array([3, 3, 4, 1, 3])[:, None]
     np.testing.assert_allclose(log_probs[following], peak - np.log(np.exp(peak) + vocabulary - 1), rtol=1e-4)
     assert (log_probs[~mask] == 0).all()
+
+    # A prompt alone, one step at a time.
+    streamed = list(mt.stream(policy, prompts[0], sampling, key=jax.random.key(0)))
+    assert streamed == list(zip(completions[0], log_probs[0, :3].astype(float).tolist(), strict=True))
 
     # The learner normalises over the same padded vocabulary.
     tokens, joined_mask, joined = (np.asarray(x) for x in rollouts.sequences())

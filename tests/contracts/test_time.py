@@ -98,7 +98,7 @@ def test_chunks_of_a_prefill_and_samples_from_one_prefill(world, assert_same_bit
     assert_same_bits((alone.tokens, alone.log_probs, alone.mask), (first.tokens, first.log_probs, first.mask))
 
 
-@pytest.mark.worlds("dense_nvfp4", slow=("moe_bf16",))
+@pytest.mark.worlds(slow=("dense_nvfp4", "moe_bf16"))
 def test_samples_share_pages_and_take_those_of_finished_ones(world, assert_same_bits):
     """Two prompts, two samples of each, a pool that has room for all only after two of them have finished."""
     size = key_block()
@@ -145,8 +145,10 @@ def test_layers_in_a_loop_and_one_after_another(world, assert_same_bits):
 
 @pytest.mark.worlds("dense_nvfp4")
 def test_a_cache_with_too_few_pages_answers_nan(world):
-    cache = init_cache(world.config, world.recipe, 2, 64, num_pages=1)
-    tokens, counts = jnp.zeros((2, 5), jnp.int32), jnp.full(2, 5, jnp.int32)
+    # Shapes of the chunks of 5, which another test has compiled. One page is left.
+    cache = poisoned_cache(world, 5, world.sequences[0].shape[1])
+    cache = cache.replace(pool=cache.pool.replace(num_free=jnp.int32(1)))
+    tokens, counts = jnp.zeros((5, 5), jnp.int32), jnp.full(5, 5, jnp.int32)
     hidden_BTD, cache = advance(world.policy, tokens, cache, counts)
     assert cache.overdrawn() and np.isnan(np.asarray(hidden_BTD, np.float32)).all()
 
