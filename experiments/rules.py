@@ -8,13 +8,14 @@ Negative log-likelihood per token under each recipe: weights and activations qua
 what every Python has, the language reference of `help()` (`pydoc_data.topics`, 466 kB in Python 3.11.7), or --text. It is cut
 into windows that the model reads one by one, from nothing; --windows of them, evenly spread, are scored. All recipes see the same
 tokens, so what is compared is the difference of two recipes in each window: its mean, and a 95 % interval by Student's t over the
-windows. Writes rules_NAME.json. The model is read by the jnp reference on a CPU: some 40 tokens a second and core.
+windows. Writes rules_NAME.json. On a CPU the jnp reference reads some 40 tokens a second and core.
 """
 
 import hashlib
 import platform
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -25,7 +26,6 @@ import minite_jax as mt
 from experiments import cli
 from experiments.model_files import open_model
 from minite_jax.errors import UserError
-from minite_jax.metrics.provenance import provenance
 from minite_jax.metrics.results import write_results
 
 _CHECKPOINT = cli.checkpoint_flag()  # a GGUF file, or the folder of a Hugging Face model
@@ -39,7 +39,11 @@ _COMPARED = flags.DEFINE_list(
     ["fp32", "bf16", "nvfp4_a16", "nvfp4_46_a16", "nvfp4_te_a16", "nvfp4", "nvfp4_46", "nvfp4_te"],
     "Recipes; the first is what the others are compared with.",
 )
+_AT_ONCE = flags.DEFINE_integer(
+    "recipes_at_once", 1, "Recipes that are compiled and read at a time. On a GPU compiling is most of the work.", lower_bound=1
+)
 _RESULTS = cli.results_dir_flag()
+cli.revision_flag()
 
 COLUMNS = [
     {"key": "recipe", "label": "recipe", "unit": ""},
@@ -154,19 +158,24 @@ def main(argv: list[str]) -> None:
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
     print(f"{source}: {len(text.encode('utf-8')):,} bytes, {len(ids):,} tokens; {tokens_BT.size:,} are read", flush=True)
     config, params = model.load()
-    nll, seconds = {}, {}
-    for recipe in recipes:
+
+    def read(recipe):
         start = time.perf_counter()
-        nll[recipe.name] = window_nll(mt.prepare(params, config, recipe), tokens_BT, _BATCH.value)
-        seconds[recipe.name] = time.perf_counter() - start
-        print(f"{recipe.name}: {nll[recipe.name].mean():.4f} nats/token, {seconds[recipe.name]:.0f} s", flush=True)
+        found = window_nll(mt.prepare(params, config, recipe), tokens_BT, _BATCH.value)
+        seconds = time.perf_counter() - start
+        print(f"{recipe.name}: {found.mean():.4f} nats/token, {seconds:.0f} s", flush=True)
+        return found, seconds
+
+    with ThreadPoolExecutor(_AT_ONCE.value) as threads:
+        read_by = dict(zip((recipe.name for recipe in recipes), threads.map(read, recipes), strict=True))
+    nll, seconds = ({name: each[i] for name, each in read_by.items()} for i in (0, 1))
     write_results(
         path_written,
         name=path_written.stem,
         title=f"Negative log-likelihood of {path.name} under each recipe",
         columns=COLUMNS,
         rows=compared_rows(nll, seconds),
-        provenance=provenance(),
+        provenance=cli.origin(),
         notes=f"Text: {source} ({len(text.encode('utf-8')):,} bytes, SHA-256 {digest}...; {len(ids):,} tokens), of which "
         f"{tokens_BT.shape[0]} windows of {tokens_BT.shape[1]} tokens, evenly spread, were read, each from nothing. Differences "
         f"are to {recipes[0].name} in the same window; intervals: Student's t over the windows. The time has compiling in it.",

@@ -7,8 +7,8 @@ The part of the model that a kernel belongs to is the innermost `jax.named_scope
 
 XLA starts many kernels together, as a CUDA graph, and the profile then names the graph in place of the operation. What is left to
 go by: the scope that the whole graph shares, if it has one; the name of a fusion's kernel, which is that of the operation it was
-made for (others with the same code share it, which as a rule are those of other layers); and for Mosaic kernels, which all have one
-name, the operations that were not seen outside of graphs, where those agree. A kernel of which this says nothing is `OTHER`.
+made for (others with the same code share it: as a rule those of other layers); and for Mosaic kernels, which all have one name,
+the operations that were not seen outside of graphs, where those agree. A kernel of which this says nothing is `OTHER`.
 """
 
 import collections

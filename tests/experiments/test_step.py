@@ -41,7 +41,7 @@ def test_a_kernels_short_name(name, short):
 def test_operations_are_read_from_a_programs_text():
     text = """
   %fusion.1 = f32[2]{0} fusion(%p), kind=kLoop, metadata={op_name="jit(f)/moe/add" source_line=3}
-  ROOT call.2 = bf16[4] custom-call(%fusion.1), custom_call_target="mosaic_gpu_v2", metadata={op_type="x" op_name="jit(f)/head/call"}
+  ROOT call.2 = bf16[4] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_type="x" op_name="jit(f)/head/call"}
   %no_metadata = f32[] constant(0)
 """
     found = trace.Operations.of(text)
