@@ -7,12 +7,16 @@ Hugging Face transformers (Qwen3, Qwen3-MoE, Llama):
         trace.rows(input_ids, attention_mask)          # [B, T] each
         model(input_ids, attention_mask=attention_mask)
 
-vLLM, inside a worker, with CUDA graphs off (enforce_eager=True), before the requests run:
+vLLM, on one GPU, without CUDA graphs and prefix caching, with all prompts in one batch (VLLM_ALLOW_INSECURE_SERIALIZATION=1 in the
+environment lets functions go to its worker):
 
-    trace = TraceHooks(model, "trace", names=VLLM, engine={"name": "vllm"})
-    trace.flat_rows(token_ids, positions, sequences)   # [R] each, of the one batch that follows
-    ...
-    trace.close()
+    llm = LLM(..., enforce_eager=True, enable_prefix_caching=False, max_num_batched_tokens=8192)    # prompts together: fewer
+    llm.apply_model(lambda model: setattr(model, "trace", TraceHooks(model, "trace", names=VLLM, engine={"name": "vllm"})))
+    llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))                          # logits of every prompt token
+    llm.apply_model(lambda model: model.trace.close())
+
+SGLang likewise, with `names=SGLANG`, CUDA graphs and the radix cache off; its log-probs come from its answers. Engines that call
+the model with flat `input_ids` and `positions` tell the rows by that; where one does not, `flat_rows` does.
 
 Every module of `names` that the model has gives tensors; `only` chooses some of them by pattern. The folder has its name when it
 is complete. Layout: docs/trace_format.md of minite_jax, version 1.
@@ -52,9 +56,10 @@ HUGGINGFACE = {
     "norm": [("in", 0, "final/stream"), ("out", 0, "final/norm")],
     "lm_head": [("out", 0, "final/logits")],
 }
-# vLLM fuses projections; its norms are called with the stream and what is to be added, and return (norm, new stream).
-VLLM = {
-    "layers.#.input_layernorm": [("out", 0, "attention/norm"), ("out", 1, "input")],
+# vLLM and SGLang fuse projections. Their norms are called with what is to be added and the stream, and return (norm, new stream);
+# the first norm is called with the embedding alone. Nobody calls `lm_head`: the logits' module reads its weight.
+_FUSED = {
+    "layers.#.input_layernorm": [("alone", 0, "input"), ("out", 0, "attention/norm"), ("out", 1, "input")],
     "layers.#.self_attn.qkv_proj": [("out", 0, "attention/qkv")],
     "layers.#.self_attn.q_norm": [("out", 0, "attention/q_norm")],
     "layers.#.self_attn.k_norm": [("out", 0, "attention/k_norm")],
@@ -67,8 +72,14 @@ VLLM = {
     "layers.#.mlp.experts": [("out", 0, "moe/out")],
     "embed_tokens": [("out", 0, "embed")],
     "norm": [("out", 1, "final/stream"), ("out", 0, "final/norm")],
-    "lm_head": [("out", 0, "final/logits")],
 }
+# Where the experts call the router themselves, it may be known as theirs.
+VLLM = {
+    **_FUSED,
+    "layers.#.mlp.experts.gate": _FUSED["layers.#.mlp.gate"],
+    "logits_processor": [("out", 0, "final/logits")],
+}
+SGLANG = {**_FUSED, "layers.#.mlp.topk": [("out", 0, "moe/router/weights"), ("out", 1, "moe/router/experts")]}
 _ORDER = (
     "input", "attention/norm", "attention/qkv", "attention/q_proj", "attention/k_proj", "attention/v_proj", "attention/q_norm",
     "attention/k_norm", "attention/q", "attention/k", "attention/heads", "attention/o", "attention/stream", "moe/norm",
@@ -87,7 +98,7 @@ class TraceHooks:
     Args:
       model: any torch.nn.Module whose modules are called as `names` says.
       path: folder to write; must not exist.
-      names: `HUGGINGFACE`, `VLLM`, or your own: module name from "layers.#." or behind the last "model." -> tensors.
+      names: `HUGGINGFACE`, `VLLM`, `SGLANG`, or your own: module name from "layers.#." or behind the last "model." -> tensors.
       only: patterns of tensors, as in file names.
       engine: for the header; "name" at least.
       temperature: of the log-probs that are computed from the logits.
@@ -108,6 +119,8 @@ class TraceHooks:
         self._model, self._only, self._part_bytes = model, only, part_bytes
         self._temperature, self._log_probs = temperature, log_probs
         self._held, self._entries, self._files, self._keep, self._rows = {}, {}, {}, None, None
+        self._sets = {}
+        self._logits, self._normed = {}, None  # by row, where an engine computes them a few rows at a time
         self._engine = {"versions": {"torch": torch.__version__, "safetensors": safetensors.__version__}, **(engine or {})}
         self._weights = _fingerprints(model) if hash_weights else None
         self._handles = []
@@ -117,6 +130,8 @@ class TraceHooks:
             if tensors:
                 found += 1
                 self._watch(module, layer, tensors, has_experts=_has_experts(model, name, layer))
+            if name in ("", "model"):  # an engine calls one of the two
+                self._handles.append(module.register_forward_pre_hook(self._read_rows, with_kwargs=True))
         if not found:
             raise ValueError("no module has a name that is known: print(model) and give names={...}")
 
@@ -137,6 +152,25 @@ class TraceHooks:
         rows = [torch.as_tensor(x).reshape(-1) for x in (token_ids, positions, sequences)]
         self._set(*rows, torch.ones(len(rows[0]), dtype=torch.bool))
 
+    def _read_rows(self, module, arguments, keywords):
+        """The rows out of a call `model(input_ids, positions, ...)` of flat tensors: every position 0 begins a sequence."""
+        given = dict(zip(("input_ids", "positions"), arguments, strict=False)) | keywords
+        token_ids, positions = given.get("input_ids"), given.get("positions")
+        if self._rows is not None or not (torch.is_tensor(token_ids) and torch.is_tensor(positions)) or token_ids.ndim != 1:
+            return
+        if positions.shape != token_ids.shape:
+            raise ValueError(f"{len(token_ids)} input_ids and positions {tuple(positions.shape)}: say the rows with flat_rows()")
+        sequences, place = (positions == 0).cumsum(0) - 1, torch.arange(len(positions), device=positions.device)
+        starts = torch.cummax(torch.where(positions == 0, place, torch.zeros_like(place)), 0).values
+        wrong = (positions != place - starts).nonzero()
+        if len(wrong):
+            first = int(wrong[0])
+            raise ValueError(
+                f"token {first} of the batch has position {int(positions[first])}: not whole prompts from their first token on; "
+                "switch prefix caching and chunked prefill off"
+            )
+        self.flat_rows(token_ids, positions, sequences)
+
     def _set(self, token_ids, positions, sequences, keep):
         if self._rows is not None:
             raise ValueError("a trace holds one forward: make another TraceHooks for the next")
@@ -152,31 +186,48 @@ class TraceHooks:
                     name = name.format(mlp="moe" if has_experts else "mlp")
                     if name == "moe/out" and not has_experts:
                         continue
-                    self._take(name if layer is None else f"layer.{layer}/{name}", values[index])
+                    self._take(name if layer is None else f"layer.{layer}/{name}", values[index], read)
+
+        read = ()  # what the call that is under way was given
 
         def before(module, arguments, keywords):
-            offer("in", arguments or tuple(x for x in keywords.values() if torch.is_tensor(x)))
+            nonlocal read
+            read = tuple(x for x in (*arguments, *keywords.values()) if torch.is_tensor(x))
+            offer("in", arguments or read)
+            if len(read) == 1:
+                offer("alone", read)
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(lambda module, arguments, result: offer("out", result)))
 
-    def _take(self, name, value):
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._only):
+    def _take(self, name, value, read):
+        wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._only)
+        if not wanted and name != "final/norm":
             return
         if self._rows is None:
             raise ValueError("call rows(input_ids, attention_mask) before the model")
-        if name in self._entries:
-            raise ValueError(f"{name} came twice: a trace holds one forward; make another TraceHooks for the next")
         value, count = value.detach().cpu(), len(self._keep)
+        if name == "final/logits" and value.ndim == 2 and self._normed is not None and read:
+            self._take_some_logits(value, read[-1].detach().cpu())
+            return
+        if name in self._entries:
+            raise ValueError(f"{name} came twice: a trace holds one forward; make another TraceHooks for the next (max_tokens=1)")
+        if name.endswith(("/q_norm", "/k_norm")) and value.ndim == 2 and value.shape[0] > count and value.shape[0] % count == 0:
+            value = value.reshape(count, -1)  # a row for each head
         axes = 1 if value.shape[0] == count else 2
         if value.shape[:axes].numel() != count:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, which are not the {count} tokens of rows()")
-        value = value.reshape(count, *value.shape[axes:])[self._keep]
+        value = value.reshape(count, *value.shape[axes:])
+        if name == "final/norm":
+            self._normed = value if value.ndim == 2 and bool(self._keep.all()) else None
+            if not wanted:
+                return
+        value = value[self._keep]
         if value.dtype not in _DTYPES:
             value = value.float()
         self._hold(name, value)
         if name == "final/logits" and self._log_probs:
-            self._hold_log_probs(value)
+            self._hold_log_probs(value, range(len(value)))
         if sum(x.numel() * x.element_size() for x in self._held.values()) >= self._part_bytes:
             self._write_part()
 
@@ -187,12 +238,26 @@ class TraceHooks:
         if rows is not None:
             self._entries[name]["rows"] = rows
 
-    def _hold_log_probs(self, logits):
+    def _take_some_logits(self, logits, hidden):
+        """Logits of a few rows, which are found again by their bits in the last norm's output."""
+        bits = lambda x: [row.numpy().tobytes() for row in x.contiguous().view(torch.uint8)]  # noqa: E731
+        places = {}
+        for row, key in enumerate(bits(self._normed)):
+            places.setdefault(key, []).append(row)
+        for key, value in zip(bits(hidden), logits, strict=True):
+            if key not in places:
+                raise ValueError("logits of a row that the last norm did not give: a trace holds one forward (max_tokens=1)")
+            row = next((row for row in places[key] if row not in self._logits), None)
+            if row is not None:  # else an engine computes them again, for the log-probs of a prompt
+                self._logits[row] = value.clone()
+
+    def _hold_log_probs(self, logits, rows):
         keys = list(zip(self._rows["sequences"], self._rows["positions"], strict=True))
         next_id = {(s, p - 1): token for (s, p), token in zip(keys, self._rows["token_ids"], strict=True)}
-        self._scored = [i for i, key in enumerate(keys) if key in next_id]
-        token = torch.tensor([next_id[keys[i]] for i in self._scored], dtype=torch.long)
-        scores = torch.log_softmax(logits[self._scored].float() / self._temperature, dim=-1)
+        known = [(place, row) for place, row in enumerate(rows) if keys[row] in next_id]
+        self._sets["scored"] = [row for _, row in known]
+        token = torch.tensor([next_id[keys[row]] for _, row in known], dtype=torch.long)
+        scores = torch.log_softmax(logits[[place for place, _ in known]].float() / self._temperature, dim=-1)
         self._hold("final/log_prob", scores[torch.arange(len(token)), token], rows="scored")
 
     def _write_part(self):
@@ -205,6 +270,12 @@ class TraceHooks:
         """Removes the hooks and gives the folder its name."""
         for handle in self._handles:
             handle.remove()
+        if self._logits:
+            self._sets["logits"] = sorted(self._logits)
+            logits = torch.stack([self._logits.pop(row) for row in self._sets["logits"]])
+            self._hold("final/logits", logits, rows="logits")
+            if self._log_probs:
+                self._hold_log_probs(logits, self._sets["logits"])
         if self._held:
             self._write_part()
         config = getattr(self._model, "config", None)
@@ -216,7 +287,7 @@ class TraceHooks:
             "format": "minite_jax trace", "version": 1, "engine": self._engine, "model": model,
             "sampling": {"temperature": self._temperature, "top_k": 0, "top_p": 1.0, "log_probs": "processed"},
             "rows": self._rows or {"token_ids": [], "positions": [], "sequences": []},
-            "row_sets": {"scored": self._scored} if hasattr(self, "_scored") else {},
+            "row_sets": self._sets,
             "tensors": dict(sorted(self._entries.items(), key=lambda item: _place(item[0]))), "files": self._files,
         }  # fmt: skip
         with open(os.path.join(self._unfinished, "trace.json"), "w") as file:
