@@ -10,6 +10,7 @@ temperature, mask, vocabulary, weights), the first tensor that differs, and the 
 status is 0 where nothing points anywhere, 3 where something does. `--html=page.html` writes it with pictures on one page.
 """
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,11 @@ import minite_jax as mt
 from experiments import cli
 from minite_jax.diagnostics import causes
 from minite_jax.diagnostics.compare import ABRUPT, Comparison, Difference, compare
+from minite_jax.diagnostics.gap import GAP, gap_warnings
 from minite_jax.diagnostics.logs import read_log
-from minite_jax.diagnostics.report import write_report
+from minite_jax.diagnostics.report import LogProbs, log_probs_of, write_report
 from minite_jax.diagnostics.trace_file import Trace, TraceError, open_trace
+from minite_jax.diagnostics.trace_header import HEADER
 from minite_jax.errors import UserError
 from minite_jax.optional import require
 from pallas_kernels.log_prob import Truncation
@@ -43,8 +46,13 @@ _OUT = cli.out_flag()
 
 
 def read(path: str) -> Trace:
-    """A trace, or a JSONL file as one."""
-    return read_log(path, _FIELD.value) if path.endswith((".jsonl", ".json")) else open_trace(path)
+    """A trace (its folder, or the header in it), or a JSONL file as one."""
+    place = Path(path)
+    if not place.exists():
+        raise UserError(f"there is no {path}: give the folder of a trace, or a JSONL file of token ids and log-probs")
+    if place.is_file() and place.name != HEADER:
+        return read_log(place, _FIELD.value)
+    return open_trace(place.parent if place.is_file() else place)
 
 
 def padded(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
@@ -68,6 +76,7 @@ def write_trace() -> None:
     """The `trace` command."""
     from minite_jax.diagnostics.trace import trace_learner, trace_sampler, writer_to
 
+    _check_new(Path(_OUT.value))
     tokens, lengths = padded(read(_TOKENS.value))
     policy = _policy(Path(_CHECKPOINT.value), _RECIPE.value)
     if tokens.max() >= policy.config.vocab_size or tokens.min() < 0:
@@ -80,6 +89,25 @@ def write_trace() -> None:
         prompts = np.minimum(_PROMPT_TOKENS.value, lengths)
         trace = trace_sampler(policy, tokens, prompts, lengths=lengths, **common)
     print(f"written: {_OUT.value}, {len(trace.names)} tensors of {len(trace.rows)} tokens in {len(lengths)} sequences")
+
+
+def _check_new(folder: Path) -> None:
+    """Refuses a folder that cannot be made, before a model is loaded for it."""
+    if folder.exists():
+        raise UserError(f"--out={folder} exists: give the name of a new folder, or remove it")
+    near = next(each for each in folder.absolute().parents if each.exists())
+    if not near.is_dir() or not os.access(near, os.W_OK):
+        raise UserError(f"--out={folder} cannot be made: {near} is {'not writable' if near.is_dir() else 'no folder'}")
+
+
+def _check_page(path: Path) -> None:
+    """Refuses a page that cannot be written, before anything is compared for it."""
+    if path.is_dir():
+        raise UserError(f"--html={path} is a folder: give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--html={path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"--html={path}: the folder {path.parent} is not writable")
 
 
 def _policy(folder: Path, recipe: str | None) -> mt.Policy:
@@ -114,8 +142,14 @@ def report(a: Trace, b: Trace) -> int:
     if not console.is_terminal:
         console = console_module.Console(highlight=False, width=140)  # a file has no width of its own
     found, comparison = diagnose(a, b)
+    status = _say(console, table_module, a, b, found, comparison)
     if _HTML.value:
         print(f"written: {write_report(_HTML.value, a, b, found, comparison)}")
+    return status
+
+
+def _say(console, table_module, a: Trace, b: Trace, found: list[causes.Cause], comparison: Comparison | None) -> int:
+    """The diagnosis in the terminal."""
     for which, trace in (("first ", a), ("second", b)):
         engine = trace.header["engine"]
         console.print(f"{which} {trace.where}: {engine.get('name', '?')} {engine.get('recipe', '')}, {len(trace.rows)} tokens")
@@ -137,10 +171,25 @@ def report(a: Trace, b: Trace) -> int:
             break
     for note in comparison.notes:
         console.print(f"note: {note}")
+    log_probs = log_probs_of(a, b)
+    for line in [] if log_probs is None else _gap_lines(log_probs):
+        console.print(line)
     console.print(f"first difference: {_place(comparison.first) or 'none, all bits are equal'}")
     console.print(f"first abrupt difference (excess above {ABRUPT:g}): {_place(comparison.abrupt) or 'none'}")
-    console.print(f"look at: {_place(comparison.location) or ('what is said above' if found else 'nothing')}")
+    nothing = "what is said above" if found else "nothing"
+    if not found and comparison.first and comparison.only_log_probs:
+        nothing = "nothing that log-probs alone can show: record tensors too (docs/diagnostics.md)"
+    console.print(f"look at: {_place(comparison.location) or nothing}")
     return 3 if found or comparison.location or any(each.not_finite for each in comparison.differences) else 0
+
+
+def _gap_lines(log_probs: LogProbs) -> list[str]:
+    """The gap in a line, and one for each bound of other projects that it leaves."""
+    values = log_probs.metrics()
+    gap = f"mean |difference| {values[f'{GAP}/mean']:.3g} nats, largest {values[f'{GAP}/max']:.3g}"
+    exact = f"{100 * values[f'{GAP}/exact_fraction']:.3g} % of {int(values['tokens_compared'])} tokens of equal bits"
+    warnings = [f"warning: {text}" for text in gap_warnings(values).values()]
+    return [f"log-probs: {gap}, {exact}, k3 {values['gen_kl_error']:.3g}", *warnings]
 
 
 def _around(comparison: Comparison) -> list[Difference]:
@@ -182,6 +231,8 @@ def main(argv):
             raise UserError(f"--{name} is missing: {argv[1]} needs it ({flags.FLAGS[name].help.rstrip('.')})")
     if argv[1] == "trace":
         return write_trace()
+    if _HTML.value:
+        _check_page(Path(_HTML.value))
     return report(read(_FIRST.value), read(_SECOND.value))
 
 

@@ -13,6 +13,8 @@ _FUSED = {
     "attention/qkv": ("attention/q_proj", "attention/k_proj", "attention/v_proj"),
     "mlp/gate_up": ("mlp/gate", "mlp/up"),
 }
+_ONE_NUMBER = ("final/log_prob", "final/entropy")
+MOST_EXPERTS = (1 << 12) - 1
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 QUANTIZED = ".quantized"
 
@@ -60,14 +62,21 @@ class Alignment:
         self.names = [name for name in _with_derived(a) if _has(b, name)]
         self.only_in_a = [name for name in a.names if not _has(b, name)]
         self.only_in_b = [name for name in b.names if not _has(a, name)]
+        for trace in (a, b):
+            if not trace.names:
+                raise TraceError(f"{trace.where} holds no tensor: its writer recorded nothing")
         if not self.names:
             raise TraceError(
                 f"{a.where} and {b.where} have no tensor of the same name, e.g. {a.names[0]} and {b.names[0]}: "
                 "give the writer a map of names (docs/trace_format.md)"
             )
-        common = set(_keys(a, np.arange(len(a.rows)))) & set(_keys(b, np.arange(len(b.rows))))
-        if not common:
+        keys = [set(_keys(trace, np.arange(len(trace.rows)))) for trace in (a, b)]
+        if not keys[0] & keys[1]:
             raise TraceError(f"{a.where} and {b.where} have no (sequence, position) in common: trace the same sequences in both")
+        for where, only in (("first", keys[0] - keys[1]), ("second", keys[1] - keys[0])):
+            if only:
+                place = "sequence {}, position {}".format(*min(only))
+                self.notes.append(f"{len(only)} tokens only in the {where} trace, from {place} on: those of both are compared")
 
     def pair(self, name: str) -> Pair | None:
         """A tensor on the rows that both have, None if there are none.
@@ -85,15 +94,18 @@ class Alignment:
         keys = np.array([self.a.rows.sequences[rows_a[take_a]], self.a.rows.positions[rows_a[take_a]]]).T
         layer, local = split_name(name)
         value_a, value_b = value_a[take_a], value_b[take_b]
+        for trace, value in ((self.a, value_a), (self.b, value_b)):
+            if local == _EXPERTS:
+                self._check_experts(trace, name, value, keys)
         if local.startswith("moe/experts/") or local == "moe/router/weights":
             return self._by_expert(name, layer, value_a, value_b, keys)
-        value_a, value_b = value_a.reshape(len(keys), -1), value_b.reshape(len(keys), -1)
+        value_a, value_b = (value.reshape(len(keys), value[0].size) for value in (value_a, value_b))
+        for trace, value in ((self.a, value_a), (self.b, value_b)):
+            if name in _ONE_NUMBER and value.shape[1] != 1:
+                raise TraceError(f"{name} of {trace.where} has {value.shape[1]} numbers a row: it has one, of the next token")
         if value_a.shape != value_b.shape:
             if name != "final/logits":
-                raise TraceError(
-                    f"{name}: {value_a.shape[1]} numbers a row in {self.a.where}, {value_b.shape[1]} in {self.b.where}: "
-                    "the models have different shapes, or the map of names is wrong"
-                )
+                raise TraceError(self._unlike(name, value_a, value_b))
             width = min(value_a.shape[1], value_b.shape[1])
             value_a, value_b = value_a[:, :width], value_b[:, :width]
         return Pair(name, value_a, value_b, keys)
@@ -103,10 +115,39 @@ class Alignment:
         choices = self.pair(f"layer.{layer}/{_EXPERTS}") if f"layer.{layer}/{_EXPERTS}" in self.names else None
         if choices is None or len(choices.a) != len(keys):
             raise TraceError(f"{name} needs {_EXPERTS} of the same rows: trace layer.{layer}/{_EXPERTS} too")
+        chosen = choices.a.shape[1]
+        for trace, value in ((self.a, value_a), (self.b, value_b)):
+            if value[0].size % chosen or (value.ndim > 2 and value.shape[1] != chosen):
+                shape = f"rows of shape {value.shape[1:]}"
+                raise TraceError(f"{name} of {trace.where} has {shape}, not one for each of {chosen} experts")
         same = choices.a[:, :, None] == choices.b[:, None, :]
         row, rank_a, rank_b = np.nonzero(same)
-        flat = lambda x, rank: x[row, rank].reshape(len(row), -1)  # noqa: E731
-        return Pair(name, flat(value_a, rank_a), flat(value_b, rank_b), keys[row], choices.a[row, rank_a])
+        flat = lambda x, rank: x.reshape(len(x), chosen, x[0].size // chosen)[row, rank]  # noqa: E731
+        one, two = flat(value_a, rank_a), flat(value_b, rank_b)
+        if one.shape != two.shape:
+            raise TraceError(self._unlike(name, one, two))
+        return Pair(name, one, two, keys[row], choices.a[row, rank_a])
+
+    def _check_experts(self, trace: Trace, name: str, experts: np.ndarray, keys: np.ndarray) -> None:
+        """Refuses what are no numbers of experts."""
+        if not np.issubdtype(experts.dtype, np.integer):
+            raise TraceError(f"{name} of {trace.where} is {experts.dtype}: experts are integers")
+        probs = name.removesuffix("experts") + "probs"
+        sources = _sources(trace, probs)
+        end = trace.header["tensors"][sources[0]]["shape"][-1] if sources else MOST_EXPERTS
+        wrong = np.argwhere((experts < 0) | (experts >= end))
+        if len(wrong):
+            sequence, position = keys[wrong[0][0]]
+            raise TraceError(
+                f"{name} of {trace.where}: expert {experts[tuple(wrong[0])]} at sequence {sequence}, position {position}; "
+                f"experts are 0 to {end - 1}"
+            )
+
+    def _unlike(self, name: str, one: np.ndarray, two: np.ndarray) -> str:
+        return (
+            f"{name}: {one.shape[-1]} numbers a row in {self.a.where}, {two.shape[-1]} in {self.b.where}: "
+            "the models have different shapes, or the map of names is wrong"
+        )
 
 
 def _keys(trace: Trace, rows: np.ndarray) -> list[tuple[int, int]]:
@@ -161,7 +202,7 @@ def _read(trace: Trace, name: str) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(read[0][0]), rows
     values = [np.asarray(value) for value, _ in read]
     if name.endswith(QUANTIZED):
-        return dequantized(*values), rows
+        return dequantized(*values, f"{trace.where}: {name.removesuffix(QUANTIZED)}"), rows
     if name.endswith("/probs"):
         logits = values[0].astype(np.float64)
         exp = np.exp(logits - logits.max(-1, keepdims=True))
@@ -169,10 +210,21 @@ def _read(trace: Trace, name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([value.reshape(len(rows), -1) for value in values], axis=1), rows
 
 
-def dequantized(codes: np.ndarray, block_scale: np.ndarray, outer_scale: np.ndarray) -> np.ndarray:
-    """The float32 numbers of codes [..., K], one a byte, scales [..., K/16] and outer scales [...]."""
+def dequantized(codes: np.ndarray, block_scale: np.ndarray, outer_scale: np.ndarray, where: str = "operand") -> np.ndarray:
+    """The float32 numbers of codes [..., K], one a byte, scales [..., K/16] and outer scales [...].
+
+    Raises:
+      TraceError: shapes that do not belong together, or codes above 15.
+    """
+    shapes = f"codes {codes.shape}, block_scale {block_scale.shape}, outer_scale {outer_scale.shape}"
+    scales, outer = (*codes.shape[:-1], codes.shape[-1] // 16), codes.shape[:-1]
+    if codes.shape[-1] % 16 or block_scale.size != np.prod(scales) or outer_scale.size != np.prod(outer):
+        raise TraceError(f"{where}: {shapes}; a scale belongs to 16 codes, an outer scale to a row")
+    if not np.issubdtype(codes.dtype, np.integer) or ((codes < 0) | (codes > 15)).any():
+        raise TraceError(f"{where}.codes holds something else than E2M1 codes, 0 to 15, one a byte")
     value = _E2M1[codes & 7] * np.where(codes & 8, np.float32(-1), np.float32(1))
-    return value * np.repeat(block_scale.astype(np.float32), 16, axis=-1) * outer_scale.astype(np.float32)[..., None]
+    scale = np.repeat(block_scale.reshape(scales).astype(np.float32), 16, axis=-1)
+    return value * scale * outer_scale.reshape(outer).astype(np.float32)[..., None]
 
 
 @functools.cache

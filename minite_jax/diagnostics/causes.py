@@ -15,8 +15,10 @@ from minite_jax.diagnostics.trace_file import Trace
 TOKENS, POSITIONS, ROTATION = "other token ids", "shifted positions", "positions of the rotation"
 TEMPERATURE, RAW, DIVIDED = "temperature", "raw against processed log-probs", "log-prob divided by the temperature"
 VOCABULARY, MASK, WEIGHTS = "vocabulary width", "sampling mask", "weights"
+POSITIVE = "log-probs above 0"
 # Beyond these rows a log-prob convention is not fitted: it is the same for all.
 _MOST_ROWS = 512
+_ABOVE = 1e-2  # nats, more than rounding puts a log-prob above 0
 _EXACT = 2e-4  # nats: sums over a vocabulary in another order
 _WEIGHTLESS = ("attention/q", "attention/k", "attention/heads", "mlp/gated", "moe/experts/gated", "attention/stream", "input")
 _WEIGHTED = ("attention/qkv", "attention/o", "mlp/gate_up", "mlp/down", "moe/experts/gate_up", "moe/experts/down")
@@ -108,7 +110,7 @@ def rotation_causes(a: Trace, b: Trace, comparison: Comparison) -> list[Cause]:
             continue
         (query_a, rows_a), (query_b, rows_b) = a.read(name), b.read(name)
         theta = a.header["model"].get("config", {}).get("rope_theta")
-        if theta is None or query_a.shape != query_b.shape or query_a.ndim != 3 or (rows_a != rows_b).any():
+        if not isinstance(theta, int | float) or query_a.shape != query_b.shape or query_a.ndim != 3 or (rows_a != rows_b).any():
             return []
         half = query_a.shape[-1] // 2
         one, two = (x[..., :half].astype(np.float64) + 1j * x[..., half:].astype(np.float64) for x in (query_a, query_b))
@@ -128,9 +130,24 @@ def rotation_causes(a: Trace, b: Trace, comparison: Comparison) -> list[Cause]:
 
 
 def log_prob_causes(a: Trace, b: Trace) -> list[Cause]:
-    """Another convention of log-probs. Needs logits in one trace and log-probs in both."""
-    found = _convention(a, b, "second")
-    return found or _convention(b, a, "first")
+    """Another convention of log-probs. Needs log-probs in both traces, and logits in one for all but their sign."""
+    if "final/log_prob" not in a or "final/log_prob" not in b:
+        return []
+    found = [cause for trace, which in ((a, "first"), (b, "second")) for cause in _positive(trace, which)]
+    return found or _convention(a, b, "second") or _convention(b, a, "first")
+
+
+def _positive(trace: Trace, which: str) -> list[Cause]:
+    """Numbers that no log-prob can have."""
+    values, rows = trace.read("final/log_prob")
+    above = np.flatnonzero(np.asarray(values, np.float64).reshape(-1) > _ABOVE)
+    if not len(above):
+        return []
+    row = rows[above[0]]
+    place = f"first at sequence {trace.rows.sequences[row]}, position {trace.rows.positions[row]}"
+    how = "negated ones, or" if len(above) > len(rows) // 2 else "some are"
+    text = f"{len(above)} of {len(rows)} of the {which} trace, {place}: {how} no logarithms of probabilities"
+    return [Cause(POSITIVE, text)]
 
 
 def width_causes(a: Trace, b: Trace) -> list[Cause]:
@@ -145,8 +162,6 @@ def width_causes(a: Trace, b: Trace) -> list[Cause]:
 
 def _convention(a: Trace, b: Trace, which: str) -> list[Cause]:
     """How b's log-probs come from logits under another convention than a's."""
-    if "final/log_prob" not in a or "final/log_prob" not in b:
-        return []
     source = b if "final/logits" in b else a
     if "final/logits" not in source:
         return []
@@ -154,12 +169,13 @@ def _convention(a: Trace, b: Trace, which: str) -> list[Cause]:
     ids = {key: int(i) for key, i in zip(_all_keys(a), a.rows.token_ids, strict=True)}
     logits, rows = source.read("final/logits")
     keys = [_all_keys(source)[row] for row in rows]
+    logits = np.asarray(logits).reshape(len(rows), -1)
     width = logits.shape[1]
     usable = [i for i, k in enumerate(keys) if k in ours and k in theirs and 0 <= ids.get((k[0], k[1] + 1), -1) < width]
     usable = usable[:: max(1, len(usable) // _MOST_ROWS)]
     if len(usable) < 4:
         return []
-    logits = np.asarray(logits)[usable].astype(np.float64)
+    logits = logits[usable].astype(np.float64)
     token = np.array([ids[(keys[i][0], keys[i][1] + 1)] for i in usable])
     lp_a, lp_b = (np.array([which_one[keys[i]] for i in usable]) for which_one in (ours, theirs))
     if not (np.isfinite(lp_a).all() and np.isfinite(lp_b).all() and np.isfinite(logits).all()):

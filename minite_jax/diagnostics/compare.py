@@ -24,11 +24,12 @@ what follows in that layer. `experiments/fault_study.py` measures how often all 
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
-from minite_jax.diagnostics.alignment import QUANTIZED, Alignment, Pair, ordered_integers, split_name, unit_roundoff
-from minite_jax.diagnostics.trace_file import Trace
+from minite_jax.diagnostics.alignment import MOST_EXPERTS, QUANTIZED, Alignment, Pair, ordered_integers, split_name, unit_roundoff
+from minite_jax.diagnostics.trace_file import Trace, TraceError
 from minite_jax.model.taps import PARTS
 
 ABRUPT = 5.0
@@ -125,13 +126,27 @@ class Comparison:
     location: Difference | None
     notes: list[str]
 
+    @property
+    def only_log_probs(self) -> bool:
+        """Whether nothing else was compared, so that no place can be found."""
+        return all(each.name == "final/log_prob" for each in self.differences)
+
 
 def measure(pair: Pair) -> Difference:
     """Compares one tensor, see `Difference`. NaN where the same NaN is on both sides counts as different."""
-    a, b = pair.a.reshape(len(pair.a), -1), pair.b.reshape(len(pair.b), -1)
+    a, b = _flat(pair.a), _flat(pair.b)
     local = split_name(pair.name)[1]
     if local == "moe/router/experts":
         a, b = np.sort(a, axis=1), np.sort(b, axis=1)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and infinity are said, not warned of
+        return _measured(pair, local, a, b)
+
+
+def _flat(x: np.ndarray) -> np.ndarray:
+    return x.reshape(len(x), math.prod(x.shape[1:]))
+
+
+def _measured(pair: Pair, local: str, a: np.ndarray, b: np.ndarray) -> Difference:
     x, y = a.astype(np.float64), b.astype(np.float64)
     finite = np.isfinite(x) & np.isfinite(y)
     unequal = (x != y) | ~finite
@@ -189,10 +204,10 @@ class _Errors:
         return name in self._tensors
 
     def add(self, pair: Pair) -> None:
-        x, y = (value.reshape(len(pair.rows), -1).astype(np.float64) for value in (pair.a, pair.b))
-        gap, size = np.sqrt(((y - x) ** 2).sum(1)), np.sqrt((x * x).sum(1))
-        gap = np.where(np.isfinite(gap), gap, np.inf)
-        with np.errstate(invalid="ignore", divide="ignore"):
+        x, y = (_flat(value).astype(np.float64) for value in (pair.a, pair.b))
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            gap, size = np.sqrt(((y - x) ** 2).sum(1)), np.sqrt((x * x).sum(1))
+            gap = np.where(np.isfinite(gap), gap, np.inf)
             relative = np.where(gap == 0, 0.0, gap / size)
         codes = _codes(pair)
         order = np.argsort(codes, kind="stable")
@@ -219,7 +234,7 @@ class _Errors:
         return np.array([np.where(there, value[place], np.nan) for value in values])
 
 
-_EXPERT = 1 << 12
+_EXPERT = MOST_EXPERTS + 1
 
 
 def _codes(pair: Pair) -> np.ndarray:
@@ -247,6 +262,7 @@ def compare(a: Trace, b: Trace) -> Comparison:
     for name in alignment.names:
         pair = alignment.pair(name)
         if pair is None:
+            alignment.notes.append(f"{name}: the two traces have no row of it in common")
             continue
         layer, local = split_name(name)
         if not name.endswith(QUANTIZED):
@@ -255,10 +271,15 @@ def compare(a: Trace, b: Trace) -> Comparison:
             moved[layer] = _codes(pair)[(np.sort(pair.a, axis=1) != np.sort(pair.b, axis=1)).any(axis=1)]
             ratios[name] = (_unexplained_choices(alignment, layer, pair), None)
             continue
-        if not np.issubdtype(pair.a.dtype, np.integer):
+        numbers = [not np.issubdtype(value.dtype, np.integer) for value in (pair.a, pair.b)]
+        if numbers[0] != numbers[1]:
+            alignment.notes.append(f"{name} is {pair.a.dtype} in the first trace, {pair.b.dtype} in the second")
+        if all(numbers):
             errors.add(pair)
-        if not local.endswith(_SILENT):
+        if all(numbers) and not local.endswith(_SILENT):
             ratios[name] = (_excess(pair, errors, moved), pair.experts)
+    if not found:
+        raise TraceError(f"{a.where} and {b.where} have no row of any tensor in common, of {', '.join(alignment.names[:4])}")
     scores = {name: float(rows.max(initial=0.0)) for name, (rows, _) in ratios.items()}
     usual = {name: _usual(name, scores) for name in scores}
     judged = []

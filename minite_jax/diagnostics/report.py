@@ -64,6 +64,10 @@ class LogProbs:
     tokens: np.ndarray
     sequences: np.ndarray
 
+    def metrics(self) -> dict[str, float]:
+        """`gap_metrics` of the first minus the second."""
+        return {name: float(x) for name, x in _gap(self.first, self.second, self.mask).items()}
+
 
 def log_probs_of(a: Trace, b: Trace) -> LogProbs | None:
     """The log-probs that two traces have in common, or None."""
@@ -140,6 +144,8 @@ def _verdict(causes: Sequence[Cause], comparison: Comparison | None) -> str:
         text, kind = f"Look at <code>{_text(place.name)}</code>{_text(_where(place))}", "bad"
     elif comparison.first is None:
         text, kind = "Every common tensor has equal bits", "good"
+    elif comparison.only_log_probs:
+        text, kind = "Log-probs differ; by themselves they do not show where: record tensors too", "open"
     else:
         text, kind = "Rounding only: no operation adds an error that its inputs do not explain", "good"
     lines = [f'<p class="verdict {kind}">{text}</p>']
@@ -173,7 +179,7 @@ def _causes(causes: Sequence[Cause]) -> str:
 
 
 def _metrics(log_probs: LogProbs) -> str:
-    values = {name: float(x) for name, x in _gap(log_probs.first, log_probs.second, log_probs.mask).items()}
+    values = log_probs.metrics()
     warned = gap_warnings(values)
     rows = [[name, f"{value:.6g}", warned.get(name, "")] for name, value in values.items() if "/worst_" not in name]
     return _table("The gap under the names that others use", ["metric", "value", "warning"], rows, "first minus second; raw")
@@ -319,6 +325,8 @@ def _ratios(log_probs: LogProbs) -> str:
     finite = difference[np.isfinite(difference)]
     widest = max(1e-6, float(np.abs(finite).max(initial=0.0)))
     lost = len(difference) - len(finite)
+    if not len(finite):
+        return ""
 
     def draw(figure, axes):
         axes.hist(np.exp(finite), bins=np.exp(np.linspace(-widest, widest, 61)), color=COLOURS[0])
@@ -361,7 +369,7 @@ body{font:16px/1.5 system-ui,sans-serif;color:#1c1c1c;background:#fff;max-width:
 h1{font-size:1.5rem;margin:.2rem 0 .6rem}h2{font-size:1.1rem;margin:1.6rem 0 .4rem}
 code{background:#f2f2f2;padding:.05rem .3rem;border-radius:3px;overflow-wrap:anywhere}
 .verdict{font-size:1.15rem;padding:.7rem 1rem;border-left:5px solid;border-radius:3px;margin:.4rem 0}
-.bad{background:#fdecec;border-color:#c0392b}.good{background:#ebf7ee;border-color:#2e8b57}
+.bad{background:#fdecec;border-color:#c0392b}.open{background:#fdf6e3;border-color:#c08a1e}.good{background:#ebf7ee;border-color:#2e8b57}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:1.2rem;margin:1rem 0}
 figure{margin:0}figcaption{font-size:.9rem;margin-bottom:.3rem}svg{width:100%;height:auto;display:block}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem}

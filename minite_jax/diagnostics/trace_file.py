@@ -16,11 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from minite_jax.checkpoint.huggingface import files
-from minite_jax.errors import UserError
+from minite_jax.diagnostics.trace_header import FORMAT, HEADER, VERSION, Rows, TraceError, read_header
 from minite_jax.files import replaced
 
-FORMAT, VERSION = "minite_jax trace", 1
-HEADER = "trace.json"
 _DTYPES = {
     "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64, "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "U8": np.uint8, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_,
@@ -28,37 +26,6 @@ _DTYPES = {
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 # A writer holds about so many bytes before it writes a file.
 PART_BYTES = 1 << 30
-
-
-class TraceError(UserError):
-    """A trace that cannot be read or written; the message says which file and which tensor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What the rows of a trace are: one for each token that the engine read.
-
-    Attributes:
-      token_ids: [R] int32 (any integers are taken).
-      positions: [R] int32, from 0 in each sequence.
-      sequences: [R] int32, number of the sequence.
-    """
-
-    token_ids: Any
-    positions: Any
-    sequences: Any
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, np.asarray(getattr(self, field.name), np.int32).reshape(-1))
-        if not len(self.token_ids) == len(self.positions) == len(self.sequences):
-            raise TraceError(
-                f"{len(self.token_ids)} token ids, {len(self.positions)} positions and {len(self.sequences)} sequence numbers: "
-                "a trace has one of each for every row"
-            )
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
 
 class Trace:
@@ -132,10 +99,11 @@ class MemoryTrace:
 
     Args:
       header: see `new_header`.
+      where: for messages.
     """
 
-    def __init__(self, header: dict[str, Any]):
-        self._header, self._arrays = header, {}
+    def __init__(self, header: dict[str, Any], where: str = "the trace in memory"):
+        self._header, self._arrays, self._where = header, {}, where
 
     def add(self, name: str, array: np.ndarray, rows: str | None = None) -> None:
         """Adds a tensor, see `TraceWriter.add`."""
@@ -144,7 +112,7 @@ class MemoryTrace:
 
     def close(self) -> Trace:
         """The trace."""
-        return Trace(self._header, self._arrays.__getitem__, "the trace in memory")
+        return Trace(self._header, self._arrays.__getitem__, self._where)
 
 
 class TraceWriter:
@@ -231,7 +199,7 @@ def open_trace(path: str | Path) -> Trace:
       TraceError: no trace, another version, a part that is missing or cut off, a tensor that is missing or of another shape.
     """
     path = Path(path)
-    header = _read_header(path)
+    header = read_header(path)
     found: dict[str, files.Tensor] = {}
     for part, size in header["files"].items():
         file = path / part
@@ -239,7 +207,11 @@ def open_trace(path: str | Path) -> Trace:
         if actual != size:
             state = "is missing" if actual is None else f"has {actual} of {size} bytes: it is cut off"
             raise TraceError(f"{file} {state}; copy the whole folder again")
-        found |= files.read_header(file)[0]
+        tensors = files.read_header(file)[0]
+        twice = next((name for name in tensors if name in found), None)
+        if twice is not None:
+            raise TraceError(f"{path}: tensor {twice} is in {found[twice].path.name} and in {part}; write the trace again")
+        found |= tensors
     for name, entry in header["tensors"].items():
         if name not in found:
             raise TraceError(f"{path}: tensor {name} is in {HEADER} but in none of its files; write the trace again")
@@ -264,37 +236,6 @@ def open_trace(path: str | Path) -> Trace:
         if not entry["shape"] or entry["shape"][0] != rows:
             raise TraceError(f"{path}: tensor {name} has shape {entry['shape']}; its first axis must be its {rows} rows")
     return trace
-
-
-def _read_header(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise TraceError(f"there is no trace {path}: give the folder that holds {HEADER}")
-    file = path / HEADER
-    if not file.is_file():
-        hint = "its writing was interrupted" if path.name.endswith(".tmp") else "give the folder of a trace"
-        raise TraceError(f"{path} holds no {HEADER}: {hint}")
-    try:
-        header = json.loads(file.read_text())
-    except ValueError as error:
-        raise TraceError(f"{file} is not JSON ({error}): it is cut off or was edited") from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise TraceError(f"{file} is no header of a trace: its \"format\" must be '{FORMAT}'")
-    if header.get("version") != VERSION:
-        raise TraceError(f"{file} has version {header.get('version')!r}; this reader knows {VERSION}")
-    missing = [key for key in ("engine", "rows", "tensors", "files") if not isinstance(header.get(key), dict)]
-    if missing:
-        raise TraceError(f"{file} lacks {missing[0]!r}: see docs/trace_format.md")
-    lacking = [key for key in ("token_ids", "positions", "sequences") if not isinstance(header["rows"].get(key), list)]
-    if lacking:
-        raise TraceError(f"{file}: rows lack {lacking[0]!r}, a list of integers: see docs/trace_format.md")
-    for key in ("model", "sampling", "row_sets"):
-        header.setdefault(key, {})
-    for name, entry in header["tensors"].items():
-        if not isinstance(entry, dict) or "dtype" not in entry or not isinstance(entry.get("shape"), list):
-            raise TraceError(f"{file}: tensor {name} is described as {entry!r}, it needs dtype and shape")
-        if entry.get("rows") is not None and entry["rows"] not in header["row_sets"]:
-            raise TraceError(f"{file}: tensor {name} has rows {entry['rows']!r}, which row_sets lacks")
-    return header
 
 
 def copy_trace(trace: Trace, path: Path, names: Iterable[str] | None = None) -> Trace:

@@ -134,6 +134,19 @@ def test_a_rotation_by_other_positions(world):
     assert cause.kind == causes.ROTATION and "15 of 15 tokens are turned as at positions 3 larger" in cause.text
 
 
+def test_numbers_above_0_are_no_log_probs(tmp_path):
+    logs = []
+    for name, values in (("a", [-0.1, -0.2, -0.3]), ("b", [-0.1, 0.2, 0.3])):
+        file = tmp_path / name
+        file.write_text(json.dumps(LOGS["trl"] | {"sampling_per_token_logps": values}))
+        logs.append(read_log(file))
+    [cause] = causes.log_prob_causes(*logs)
+    assert cause.kind == causes.POSITIVE
+    assert "2 of 3 of the second trace, first at sequence 0, position 2: negated ones" in cause.text
+    [cause] = causes.log_prob_causes(*reversed(logs))
+    assert "of the first trace" in cause.text
+
+
 LOGS = {
     "slime": {"tokens": [1, 2, 3, 4, 5], "response_length": 3, "rollout_log_probs": [-0.1, -0.2, -0.3]},
     "verl": {"prompts": [1, 2], "responses": [3, 4, 5], "rollout_log_probs": [-0.1, -0.2, -0.3], "old_log_probs": [-9, -9, -9]},
@@ -158,16 +171,25 @@ def test_logs(tmp_path, framework):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is not JSON"), ("[1]", "line 2 is no JSON object"),
+        ("{", "line 2 is not JSON"), ("[1]", "line 2 begins a JSON array"), ("7", "line 2 is no JSON object"),
         ('{"tokens": [1, 2]}', "line 2: no log-probs; it has tokens"),
         ('{"tokens": [1, 2], "response_length": 9, "rollout_log_probs": [0]}', "response_length 9 does not fit 2 tokens"),
         ('{"prompts": [1], "responses": [2, 3], "rollout_log_probs": [0, 0, 0, 0]}', "4 rollout_log_probs for 3 tokens"),
-        ('{"tokens": [1, 2], "rollout_log_probs": ["x"]}', "holds something that is no number"),
+        ('{"tokens": [1, 2], "rollout_log_probs": ["x"]}', "rollout_log_probs holds 'x', which is no number"),
+        ('{"tokens": [1, 2], "rollout_log_probs": [true]}', "rollout_log_probs holds 'True', which is no number"),
+        ('{"tokens": [1, 2], "rollout_log_probs": [-1%s]}' % ("0" * 400), "an integer that is no float"),
+        ('{"tokens": [1, "2"], "rollout_log_probs": [0]}', "entry 1 of tokens is '2', not an integer from 0"),
+        ('{"tokens": [1, -2], "rollout_log_probs": [0]}', "entry 1 of tokens is -2"),
+        ('{"tokens": [1, 2], "response_length": true, "rollout_log_probs": [0]}', "response_length True does not fit"),
+        ('{"tokens": [1, 2], "tokens": [1, 3], "rollout_log_probs": [0]}', "tokens is there twice"),
+        ('{"tokens": [1, 2], "rollout_log_probs": [0], "temperature": "x"}', "temperature is 'x', not a number"),
+        ('{"tokens": [1, 2], "rollout_log_probs": [0], "temperature": 0.5}', "temperature 0.5, but 1 on the lines before"),
+        ("{}", "it has no field: say which field holds them"),
         ('{"text": "a", "rollout_log_probs": [0]}', "no token ids"),
     ],
 )  # fmt: skip
 def test_spoiled_logs(tmp_path, line, message):
     file = tmp_path / "log.jsonl"
-    file.write_text(json.dumps(LOGS["slime"]) + "\n" + line)
+    file.write_text(json.dumps(LOGS["slime"] | {"temperature": 1.0}) + "\n" + line)
     with pytest.raises(TraceError, match=message):
         read_log(file)

@@ -1,5 +1,5 @@
-"""The writer for PyTorch, on modules that are named, called and shaped as those of engines: vLLM's and SGLang's norms take what is
-to be added and the stream and return both, rows are flat, projections are fused, and logits are computed for a few rows at a time.
+"""The writer for PyTorch, on modules that are named, called and shaped as those of vLLM and SGLang: norms take what is to be
+added and the stream and return both, rows are flat, projections are fused, and logits are computed for a few rows at a time.
 """
 
 import importlib.util
@@ -185,7 +185,8 @@ def _names(layer, moe, *, qk_norm=True, topk=False):
     norms = ["q_norm", "k_norm"] * qk_norm
     names = ["input", *(f"attention/{x}" for x in ("norm", "qkv", *norms, "q", "k", "heads", "o", "stream"))]
     chosen = ["moe/router/experts", "moe/router/weights"] * topk
-    names += ["moe/norm", "moe/router/logits", *chosen, "moe/out"] if moe else ["mlp/norm", "mlp/gate_up", "mlp/gated", "mlp/down"]
+    dense = [f"mlp/{x}" for x in ("norm", "gate_up", "gated", "down")]
+    names += ["moe/norm", "moe/router/logits", *chosen, "moe/out"] if moe else dense
     return [f"layer.{layer}/{name}" for name in names]
 
 

@@ -75,6 +75,7 @@ def spoil_shape(path):
 
 
 def spoil_rows(path):
+    _edit(path, lambda header: header["row_sets"].update(some=[0, 1]))
     _edit(path, lambda header: header["rows"].update(token_ids=[1, 2], positions=[0, 1], sequences=[0, 0]))
     return r"tensor b has shape \[3, 2\]; its first axis must be its 2 rows"
 
@@ -101,6 +102,75 @@ def test_spoiled_folders(tmp_path, spoil):
     with pytest.raises(TraceError, match=message) as error:
         open_trace(tmp_path / "t")
     assert "\n" not in str(error.value)
+
+
+def _spoil_twice(path):
+    text = (path / "trace.json").read_text()
+    (path / "trace.json").write_text(text.replace('"tensors": {', '"tensors": {"a": {}, ', 1))
+    return r"trace.json is not JSON \(a is there twice\)"
+
+
+def _spoil_parts(path):
+    part = (path / "part-00000.safetensors").read_bytes()
+    (path / "part-00001.safetensors").write_bytes(part)
+    _edit(path, lambda header: header["files"].update({"part-00001.safetensors": len(part)}))
+    return "tensor b is in part-00000.safetensors and in part-00001.safetensors"
+
+
+def _spoil_text(path, content=b"\xff\xfe"):
+    (path / "trace.json").write_bytes(content)
+    return r"trace.json is no text in UTF-8 \(byte 0\)"
+
+
+def _spoil_depth(path):
+    (path / "trace.json").write_text("[" * 200_000)
+    return "trace.json is not JSON"
+
+
+_HEADERS = [
+    (dict(rows=dict(token_ids=["5", 6, 7])), "entry 0 of token_ids is '5', not an integer from 0"),
+    (dict(rows=dict(token_ids=[5, 6.5, 7])), "entry 1 of token_ids is 6.5"),
+    (dict(rows=dict(token_ids=[5, 6, 2**31])), "entry 2 of token_ids is 2147483648"),
+    (dict(rows=dict(positions=[0, -1, 0])), "entry 1 of positions is -1"),
+    (dict(rows=dict(sequences=[0, 0, 1 << 30])), "entry 2 of sequences is 1073741824, not an integer from 0 to 4194303"),
+    (dict(rows=dict(positions=[0, 0, 0])), "sequence 0, position 0 is there twice"),
+    (dict(row_sets=dict(some=[0, 3])), "entry 1 of row set 'some' is 3, not an integer from 0 to 2"),
+    (dict(row_sets=dict(some=[1, 1])), "row set 'some' has a row twice"),
+    (dict(row_sets=dict(some="ab")), "row set 'some' are 'ab', not a list of integers"),
+    (dict(sampling=dict(temperature="hot")), "temperature is 'hot', not a number from 0 on"),
+    (dict(model=dict(config=7)), "'config' of the model is 7, not an object"),
+    (dict(engine=dict(versions=["a"])), r"'versions' of the engine is \['a'\], not an object"),
+    (dict(files={"../t/part-00000.safetensors": 9}), "a part is a file of this folder"),
+    (dict(tensors=dict(a=dict(rows=["some"]))), r"tensor a has rows \['some'\], which row_sets lacks"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), _HEADERS, ids=[f"{message[:40]}" for _, message in _HEADERS])
+def test_headers_that_say_what_cannot_be(tmp_path, change, message):
+    def apply(header):
+        for section, values in change.items():
+            for key, value in values.items():
+                old = header[section].get(key)
+                header[section][key] = {**old, **value} if section == "tensors" else value
+
+    write(tmp_path / "t")
+    _edit(tmp_path / "t", apply)
+    with pytest.raises(TraceError, match=message) as error:
+        open_trace(tmp_path / "t")
+    assert "\n" not in str(error.value) and "trace.json" in str(error.value)
+
+
+@pytest.mark.parametrize("spoil", [_spoil_twice, _spoil_parts, _spoil_text, _spoil_depth])
+def test_folders_that_are_no_trace(tmp_path, spoil):
+    test_spoiled_folders(tmp_path, spoil)
+
+
+def test_sections_that_are_null_or_behind_a_mark_are_read(tmp_path):
+    write(tmp_path / "t")
+    _edit(tmp_path / "t", lambda header: header.update(model=None, sampling=None))
+    file = tmp_path / "t" / "trace.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert open_trace(tmp_path / "t").header["sampling"] == {}
 
 
 def test_wrong_additions(tmp_path):

@@ -51,13 +51,52 @@ def test_sequences_of_a_trace():
         diagnose.padded(trace(Rows([1, 2], [0, 2], [0, 0]), embed=np.ones((2, 1), np.float32)))
 
 
+LOG = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0]}
+
+
+def log(path, *records, **changes):
+    path.write_text("\r\n\n".join(json.dumps(LOG | changes | record) for record in records or ({},)), encoding="utf-8-sig")
+    return str(path)
+
+
 def test_logs_and_folders_are_told_apart(tmp_path):
-    file = tmp_path / "log.jsonl"
-    file.write_text(json.dumps({"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0]}))
     diagnose.flags.FLAGS.mark_as_parsed()
-    assert diagnose.read(str(file)).names == ["final/log_prob"]
+    for name in ("log.jsonl", "log.txt", "log"):
+        read = diagnose.read(log(tmp_path / name, {}, {}))
+        assert read.names == ["final/log_prob"] and read.rows.sequences.tolist() == [0, 0, 1, 1]
     copy_trace(trace(embed=np.ones((6, 1), np.float32)), tmp_path / "t")
-    assert diagnose.read(str(tmp_path / "t")).names == ["embed"]
+    for path in ("t", "t/trace.json"):
+        assert diagnose.read(str(tmp_path / path)).names == ["embed"]
+    for path, message in (("none", "there is no .*none: give the folder"), ("t/part-00000.safetensors", "UTF-8|not JSON")):
+        with pytest.raises(UserError, match=message):
+            diagnose.read(str(tmp_path / path))
+
+
+@pytest.mark.slow
+def test_log_probs_alone_show_a_gap_but_no_place(tmp_path, capsys):
+    diagnose.flags.FLAGS.mark_as_parsed()
+    a, b = (diagnose.read(log(tmp_path / name, logprobs=[value])) for name, value in (("a", -1.0), ("b", -3.0)))
+    assert diagnose.report(a, b) == 0
+    out = capsys.readouterr().out
+    assert "log-probs: mean |difference| 2 nats, largest 2, 0 % of 1 tokens of equal bits" in out
+    assert "warning: token_mult_prob_error is 7.3" in out
+    assert "look at: nothing that log-probs alone can show: record tensors too" in out
+    wrong = diagnose.read(log(tmp_path / "wrong", logprobs=[3.0]))
+    assert diagnose.report(a, wrong) == 3
+    assert "log-probs above 0: 1 of 1 of the second trace, first at sequence 0, position 0" in capsys.readouterr().out
+
+
+def test_what_cannot_be_written_is_refused_before_the_work(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, message in ((file, "exists: give the name of a new folder"), (file / "x", "file is no folder")):
+        with pytest.raises(UserError, match=f"--out=.*{message}"):
+            diagnose._check_new(path)
+    diagnose._check_new(tmp_path / "new" / "deep")
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "none" / "x.html", "there is no folder .*none; make it first")):
+        with pytest.raises(UserError, match=f"--html=.*{message}"):
+            diagnose._check_page(path)
+    diagnose._check_page(tmp_path / "x.html")
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], bytes]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): fetch the file") from None
     try:
-        entries = json.loads(text, object_pairs_hook=_without_duplicates)
+        entries = json.loads(text, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has a wrong header ({error}): fetch it again") from None
     if not isinstance(entries, dict):
@@ -85,7 +85,8 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], bytes]:
     return {each.name: each for each in tensors}, length.to_bytes(8, "little") + text
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: refuses (ValueError) an object that has a key twice, of which the last would count."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:

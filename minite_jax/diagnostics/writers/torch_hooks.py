@@ -7,8 +7,8 @@ Hugging Face transformers (Qwen3, Qwen3-MoE, Llama):
         trace.rows(input_ids, attention_mask)          # [B, T] each
         model(input_ids, attention_mask=attention_mask)
 
-vLLM, on one GPU, without CUDA graphs and prefix caching, with all prompts in one batch (VLLM_ALLOW_INSECURE_SERIALIZATION=1 in the
-environment lets functions go to its worker):
+vLLM, on one GPU, without CUDA graphs and prefix caching, with all prompts in one batch (VLLM_ALLOW_INSECURE_SERIALIZATION=1 in
+the environment lets functions go to its worker):
 
     llm = LLM(..., enforce_eager=True, enable_prefix_caching=False, max_num_batched_tokens=8192)    # prompts together: fewer
     llm.apply_model(lambda model: setattr(model, "trace", TraceHooks(model, "trace", names=VLLM, engine={"name": "vllm"})))
