@@ -4,8 +4,9 @@
 
 Takes a finished run, lets the naive engine answer held-out problems, and runs our forward over its tokens with one operation
 (or several) in place of ours: `minite_jax.diagnostics.attribute`. `--engine` takes a level of alignment in its place, whose
-cause is known. Writes attribution_naive.json (attribution_LEVEL.json), from which `experiments.tables` makes the table. On two
-cores the one program compiles in three minutes, a run takes a second.
+cause is known. `--html=page.html` writes what was found on one page with pictures. Writes attribution_naive.json
+(attribution_LEVEL.json), from which `experiments.tables` makes the table. On two cores the one program compiles in three minutes,
+a run takes a second.
 """
 
 import dataclasses
@@ -23,8 +24,11 @@ from experiments.build import ENGINES, sample_prompts
 from experiments.evaluation import held_out_prompts
 from experiments.training import finished_run
 from minite_jax.diagnostics.attribute import Attribution, Effect, attribute
+from minite_jax.diagnostics.compare import compare
+from minite_jax.diagnostics.logs import trace_of_log_probs
+from minite_jax.diagnostics.pictures import shares_of
+from minite_jax.diagnostics.report import write_report
 from minite_jax.errors import UserError
-from minite_jax.metrics.provenance import provenance
 from minite_jax.metrics.results import write_results
 
 _OTHERS = [each for each in ENGINES if each not in ("aligned", choices.STRICT)]
@@ -34,6 +38,8 @@ _PROMPTS = flags.DEFINE_integer("answers", 512, "Held-out problems, each answere
 # What the naive engine does, and the casts to bfloat16 that XLA leaves out of it.
 _CHOICES = flags.DEFINE_list("choices", [*choices.LEVELS["independent"], "excess_precision"], "What may be swapped.")
 _RESULTS = cli.results_dir_flag()
+_HTML = cli.html_flag()
+cli.revision_flag()
 
 COLUMNS = [
     {"key": "question", "label": "question", "unit": ""},
@@ -76,11 +82,12 @@ def table(found: Attribution) -> list[dict]:
 
 def main(argv):
     del argv
-    folder, engine = Path(_CHECKPOINT.value), _ENGINE.value
+    engine = _ENGINE.value
+    cli.check_page(_HTML.value)
     unknown = [name for name in _CHOICES.value if name not in choices.CHOICES]
     if unknown:
         raise UserError(f"--choices={unknown[0]}: there is no such choice, there are {', '.join(choices.CHOICES)}")
-    run = finished_run(folder)
+    run = finished_run(Path(_CHECKPOINT.value))
     setup, params = run.setup, run.state.train.params
     policy = mt.prepare(params, setup.model, setup.recipe)
     prompts = held_out_prompts(setup, _PROMPTS.value)
@@ -88,7 +95,7 @@ def main(argv):
     rollouts = sample_prompts(policy, params, prompts, jax.random.key(run.config.seed), sampling, engine)
 
     swaps = Swaps(policy, params, rollouts, sampling.truncation, _CHOICES.value)
-    tokens_BT, mask_BT, _ = rollouts.sequences()
+    tokens_BT, mask_BT, sampled_BT = rollouts.sequences()
     strict_BT = np.asarray(mt.token_log_probs(policy, tokens_BT, sampling.truncation))
     ours = swaps(frozenset())
     same = np.array_equal(ours[np.asarray(rollouts.mask)], strict_BT[np.asarray(mask_BT)])
@@ -96,13 +103,13 @@ def main(argv):
     found = attribute(swaps, rollouts.log_probs, rollouts.mask, swaps.groups)
     print(found.text())
 
-    name, results = f"attribution_{engine}", Path(_RESULTS.value or "docs/benchmarks")
-    write_results(
-        results / f"{name}.json",
+    name, folder = f"attribution_{engine}", Path(_RESULTS.value or "docs/benchmarks")
+    results = write_results(
+        folder / f"{name}.json",
         name=name,
         columns=COLUMNS,
         rows=table(found),
-        provenance=provenance(),
+        provenance=cli.origin(),
         sections="question",
         title=f"Which operations explain the gap of the {engine} engine",
         notes=f"{found.tokens} tokens of {found.sequences} answers to held-out problems, sampled by the {engine} engine with the "
@@ -111,7 +118,17 @@ def main(argv):
         f"intervals by a bootstrap over answers. With nothing swapped the program has {'the' if same else 'not the'} bits of the "
         f"strict policy. The selection ended: {found.stopped}. The program ran {found.runs} times.",
     )
-    print(f"written: {results}/{name}.json")
+    print(f"written: {folder}/{name}.json")
+    if _HTML.value:
+        recipe, mask_BT = setup.recipe.name, np.asarray(mask_BT)
+        about = dict(recipe=recipe, **{key: results["provenance"][key] for key in ("device", "versions")})
+        first, second = (
+            trace_of_log_probs(tokens_BT, log_probs, mask_BT, engine=about | dict(name=name, point=point))
+            for name, point, log_probs in (("strict", "learner", strict_BT), (engine, "sampler", sampled_BT))
+        )
+        comparison, decode = compare(first, second), setup.task.tokenizer.decode
+        write_report(_HTML.value, first, second, [], comparison, attribution=shares_of(results), decode=decode)
+        print(f"written: {_HTML.value}")
 
 
 if __name__ == "__main__":

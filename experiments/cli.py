@@ -15,6 +15,7 @@ raised. `--implementation` says whether operations run as the reference or as ke
 
 import difflib
 import functools
+import os
 import re
 import runpy
 import sys
@@ -78,6 +79,29 @@ def checkpoint_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHo
 def results_dir_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
     """Defines `--results_dir`, where result files go; a second call gives the same flag. None: the script's own place."""
     return flags.DEFINE_string("results_dir", None, "Folder of the result files.", flag_values)
+
+
+@functools.cache
+def html_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--html`, a page with pictures that a script also writes; a second call gives the same flag."""
+    return flags.DEFINE_string("html", None, "Also write what was found to this file, as one page with pictures.", flag_values)
+
+
+def check_page(file: str | None) -> None:
+    """Refuses a file for `--html` that cannot be written, before the work is done for it.
+
+    Raises:
+        UserError: it is a folder, or its folder is missing or not writable.
+    """
+    if file is None:
+        return
+    path = Path(file)
+    if path.is_dir():
+        raise UserError(f"--html={path} is a folder: give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--html={path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"--html={path}: the folder {path.parent} is not writable")
 
 
 @functools.cache

@@ -7,9 +7,11 @@ A trace is a folder of named tensors (docs/trace_format.md) that another engine 
 `minite_jax/diagnostics/writers/torch_hooks.py`. In place of a trace, `--tokens`, `--first` and `--second` take a JSONL file of
 token ids and log-probs as RL frameworks write it. `compare` says what is different that no layer makes (tokens, positions,
 temperature, mask, vocabulary, weights), the first tensor that differs, and the first whose error its inputs do not explain. Its
-status is 0 where nothing points anywhere, 3 where something does. `--html=page.html` writes it with pictures on one page.
+status is 0 where nothing points anywhere, 3 where something does. `--html=page.html` writes it with pictures on one page,
+`--attribution=docs/benchmarks/attribution_naive.json` adds what each operation explains of the gap (`experiments.attribution`).
 """
 
+import math
 import os
 from pathlib import Path
 
@@ -22,10 +24,12 @@ from minite_jax.diagnostics import causes
 from minite_jax.diagnostics.compare import ABRUPT, Comparison, Difference, compare
 from minite_jax.diagnostics.gap import GAP, gap_warnings
 from minite_jax.diagnostics.logs import read_log
-from minite_jax.diagnostics.report import LogProbs, log_probs_of, write_report
+from minite_jax.diagnostics.pictures import LogProbs, log_probs_of, shares_of
+from minite_jax.diagnostics.report import write_report
 from minite_jax.diagnostics.trace_file import Trace, TraceError, open_trace
 from minite_jax.diagnostics.trace_header import HEADER
 from minite_jax.errors import UserError
+from minite_jax.metrics.results import read_results
 from minite_jax.optional import require
 from pallas_kernels.log_prob import Truncation
 
@@ -40,7 +44,8 @@ _MAX_GIB = flags.DEFINE_float("max_gib", 8.0, "trace: most GiB of tensors on the
 _FIRST = flags.DEFINE_string("first", None, "compare: trace or JSONL file of the reference.")
 _SECOND = flags.DEFINE_string("second", None, "compare: trace or JSONL file of the other engine.")
 _FIELD = flags.DEFINE_string("log_prob_field", None, "Field of log-probs in JSONL files. Default: the first that is known.")
-_HTML = flags.DEFINE_string("html", None, "compare: also write the diagnosis to this file, as a page with pictures.")
+_HTML = cli.html_flag()
+_ATTRIBUTION = flags.DEFINE_string("attribution", None, "compare: table of experiments.attribution whose bars go on the page.")
 _ALL = flags.DEFINE_bool("all", False, "compare: show every tensor, not only those around the place.")
 _OUT = cli.out_flag()
 
@@ -78,13 +83,18 @@ def write_trace() -> None:
 
     _check_new(Path(_OUT.value))
     tokens, lengths = padded(read(_TOKENS.value))
+    if not len(lengths):
+        raise UserError(f"{_TOKENS.value} holds no token: there is nothing to run")
+    if not _MAX_GIB.value > 0:
+        raise UserError(f"--max_gib={_MAX_GIB.value:g}: say how many GiB of tensors the device has room for, more than 0")
     policy = _policy(Path(_CHECKPOINT.value), _RECIPE.value)
     if tokens.max() >= policy.config.vocab_size or tokens.min() < 0:
         raise UserError(f"{_TOKENS.value} holds token {tokens.max()}, the model has {policy.config.vocab_size}: not its tokens")
     common = dict(patterns=_TENSORS.value, truncation=Truncation(temperature=_TEMPERATURE.value), sink=writer_to(_OUT.value))
     if _POINT.value == "learner":
         mask = np.arange(tokens.shape[1]) < lengths[:, None]
-        trace = trace_learner(policy, tokens, mask=mask, max_bytes=int(_MAX_GIB.value * 2**30), **common)
+        max_bytes = None if math.isinf(_MAX_GIB.value) else int(_MAX_GIB.value * 2**30)
+        trace = trace_learner(policy, tokens, mask=mask, max_bytes=max_bytes, **common)
     else:
         prompts = np.minimum(_PROMPT_TOKENS.value, lengths)
         trace = trace_sampler(policy, tokens, prompts, lengths=lengths, **common)
@@ -100,17 +110,9 @@ def _check_new(folder: Path) -> None:
         raise UserError(f"--out={folder} cannot be made: {near} is {'not writable' if near.is_dir() else 'no folder'}")
 
 
-def _check_page(path: Path) -> None:
-    """Refuses a page that cannot be written, before anything is compared for it."""
-    if path.is_dir():
-        raise UserError(f"--html={path} is a folder: give the name of a file")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--html={path}: there is no folder {path.parent}; make it first")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"--html={path}: the folder {path.parent} is not writable")
-
-
 def _policy(folder: Path, recipe: str | None) -> mt.Policy:
+    if not folder.is_dir():
+        raise UserError(f"--checkpoint={folder} is no folder: give the workdir of a run, or the folder of a Hugging Face model")
     if (folder / "checkpoints").is_dir():
         from experiments.training import stored_run
 
@@ -141,10 +143,11 @@ def report(a: Trace, b: Trace) -> int:
     console = console_module.Console(highlight=False)
     if not console.is_terminal:
         console = console_module.Console(highlight=False, width=140)  # a file has no width of its own
+    shares = shares_of(read_results(_ATTRIBUTION.value), _ATTRIBUTION.value) if _ATTRIBUTION.value else ()
     found, comparison = diagnose(a, b)
     status = _say(console, table_module, a, b, found, comparison)
     if _HTML.value:
-        print(f"written: {write_report(_HTML.value, a, b, found, comparison)}")
+        print(f"written: {write_report(_HTML.value, a, b, found, comparison, attribution=shares)}")
     return status
 
 
@@ -231,8 +234,9 @@ def main(argv):
             raise UserError(f"--{name} is missing: {argv[1]} needs it ({flags.FLAGS[name].help.rstrip('.')})")
     if argv[1] == "trace":
         return write_trace()
-    if _HTML.value:
-        _check_page(Path(_HTML.value))
+    cli.check_page(_HTML.value)
+    if _ATTRIBUTION.value and not _HTML.value:
+        raise UserError("--attribution goes on a page: give --html=FILE too")
     return report(read(_FIRST.value), read(_SECOND.value))
 
 

@@ -27,6 +27,7 @@ _FAULTS = flags.DEFINE_integer("faults", 200, "How many random faults.", lower_b
 _CLEAN = flags.DEFINE_integer("clean", 100, "How many pairs without a fault.", lower_bound=1)
 _SEED = flags.DEFINE_integer("fault_seed", 1, "Of faults, tokens and noise.")
 _OUT = cli.out_flag()
+cli.revision_flag()
 
 CONFIG = tiny_moe(num_hidden_layers=3)
 OPERATIONS = (
@@ -223,7 +224,7 @@ def main(argv):
     path = Path(_OUT.value or "docs/benchmarks/fault_study.json")
     write_results(
         path, name=path.stem, title=f"{len(rows)} random faults in a model of {CONFIG.num_hidden_layers} layers",
-        columns=COLUMNS, rows=lines,
+        columns=COLUMNS, rows=lines, provenance=cli.origin(),
         notes=f"Seed {_SEED.value}. {len(alarms)} alarms in {_CLEAN.value} pairs without a fault (half other neighbours in the "
         f"batch, half rounding noise). Of {len(named)} located faults of one expert, {sum(named)} name that expert and no other. "
         "Noise: every tensor of one engine times 1 + 2^-9 normal.",

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from minite_jax.diagnostics.trace_file import MemoryTrace, Rows, Trace, TraceError, add_row_set, new_header
 from minite_jax.diagnostics.trace_header import check_numbers, json_of, text_of
 
+_Host = Array | np.ndarray
 _ALL = ("tokens", "token_ids", "input_ids", "prompt_completion_ids")
 _PROMPT = ("prompt_token_ids", "prompt_ids", "prompts", "prompt_tokens")
 _COMPLETION = ("completion_ids", "responses", "response_ids", "output_token_ids", "completion_token_ids", "token_ids")
@@ -84,6 +86,34 @@ def read_log(path: str | Path, log_probs: str | None = None) -> Trace:
     add_row_set(header, "scored", scored)
     trace = MemoryTrace(header, str(path))
     trace.add("final/log_prob", np.array(values, np.float32), "scored")
+    return trace.close()
+
+
+def trace_of_log_probs(
+    tokens: Int[_Host, "B T"],
+    log_probs: Float[_Host, "B T1"],
+    mask: Bool[_Host, "B T1"],
+    *,
+    engine: Mapping[str, Any],
+    sampling: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Log-probs in arrays as a trace with ``final/log_prob`` alone.
+
+    Args:
+      tokens: [B, T], padded behind each sequence.
+      log_probs: [B, T - 1] nats; column t belongs to token t + 1, as in `minite_jax.token_log_probs`.
+      mask: [B, T - 1], where they count. A sequence ends behind its last one.
+      engine, sampling: for the header, see docs/trace_format.md.
+    """
+    tokens, log_probs, mask = (np.asarray(each) for each in (tokens, log_probs, mask))
+    length_B = np.where(mask.any(1), mask.shape[1] - np.argmax(mask[:, ::-1], axis=1) + 1, 0)
+    there_BT = np.arange(tokens.shape[1]) < length_B[:, None]
+    sequence_BT, position_BT = np.indices(tokens.shape)
+    header = new_header(Rows(tokens[there_BT], position_BT[there_BT], sequence_BT[there_BT]), engine=engine, sampling=sampling)
+    number_BT = np.cumsum(there_BT.reshape(-1)).reshape(tokens.shape) - 1
+    add_row_set(header, "scored", number_BT[:, :-1][mask])
+    trace = MemoryTrace(header, str(engine.get("name", "log-probs")))
+    trace.add("final/log_prob", log_probs[mask].astype(np.float32), "scored")
     return trace.close()
 
 

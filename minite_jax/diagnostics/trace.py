@@ -51,9 +51,11 @@ def select(policy: Policy, patterns: Iterable[str]) -> list[str]:
     """The names that patterns choose, in execution order.
 
     Raises:
-      TraceError: a pattern that no tensor of this model matches.
+      TraceError: no pattern, or one that no tensor of this model matches.
     """
     names, patterns = tensor_names(policy), tuple(patterns)
+    if not patterns:
+        raise TraceError(f"no tensor is chosen: give patterns, such as * or {names[1]}")
     for pattern in patterns:
         if not any(map(Taps([pattern]).wants, names)):
             raise TraceError(f"no tensor is called {pattern!r}; names look like {names[1]}, {names[-8]}, {names[-1]}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import diagnose, fault_study
+from experiments import cli, diagnose, fault_study
 from minite_jax.diagnostics.trace_file import MemoryTrace, Rows, copy_trace, new_header, open_trace
 from minite_jax.errors import UserError
 
@@ -95,8 +95,8 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path):
     diagnose._check_new(tmp_path / "new" / "deep")
     for path, message in ((tmp_path, "is a folder"), (tmp_path / "none" / "x.html", "there is no folder .*none; make it first")):
         with pytest.raises(UserError, match=f"--html=.*{message}"):
-            diagnose._check_page(path)
-    diagnose._check_page(tmp_path / "x.html")
+            cli.check_page(path)
+    cli.check_page(tmp_path / "x.html")
 
 
 @pytest.mark.slow
