@@ -21,7 +21,8 @@ from absl import flags
 import minite_jax as mt
 from experiments import cli
 from minite_jax.diagnostics import causes
-from minite_jax.diagnostics.compare import ABRUPT, Comparison, Difference, compare
+from minite_jax.diagnostics.compare import ABRUPT, Comparison, compare
+from minite_jax.diagnostics.differences import Difference
 from minite_jax.diagnostics.gap import GAP, gap_warnings
 from minite_jax.diagnostics.logs import read_log
 from minite_jax.diagnostics.pictures import LogProbs, log_probs_of, shares_of

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from minite_jax.diagnostics.alignment import Alignment, split_name
-from minite_jax.diagnostics.compare import Difference
+from minite_jax.diagnostics.differences import Difference
 from minite_jax.diagnostics.gap import gap_metrics
 from minite_jax.diagnostics.trace_file import Trace
 from minite_jax.errors import UserError
@@ -24,6 +24,7 @@ _gap = jax.jit(gap_metrics)
 
 
 ALONE, CHOSEN = "alone", "one after the other"
+EVERYTHING = "everything"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Share:
       name: the operation, or group of operations, that was swapped.
       share: of the gap that the swap takes away; 1: all of it, below 0: the gap grows.
       low, high: where the share lies for other choices of sequences (a confidence interval), or None.
-      question: `ALONE`, or `CHOSEN` where the bars before it are swapped too.
+      question: `ALONE`, or `CHOSEN` where the bars before it are swapped too; the last of those may be `EVERYTHING`.
     """
 
     name: str
@@ -51,13 +52,13 @@ def shares_of(results: Mapping[str, Any], where: str = "the table") -> list[Shar
       UserError: it is another table.
     """
     rows = [row for row in results["rows"] if {"question", "swapped", "share", "low", "high"} <= row.keys()]
-    shown = [row for row in rows if row["question"] in (ALONE, CHOSEN) or row["swapped"] == "everything"]
+    shown = [row for row in rows if row["question"] in (ALONE, CHOSEN) or row["swapped"] == EVERYTHING]
     numbers = [row[key] for row in shown for key in ("share", "low", "high")]
     if not shown or not all(isinstance(number, int | float) for number in numbers):
         raise UserError(f"{where} is no table of shares: give one that experiments.attribution wrote")
     found = []
-    for row in sorted(shown, key=lambda row: row["swapped"] == "everything"):
-        question = CHOSEN if row["swapped"] == "everything" else row["question"]
+    for row in sorted(shown, key=lambda row: row["swapped"] == EVERYTHING):
+        question = CHOSEN if row["swapped"] == EVERYTHING else row["question"]
         found.append(Share(row["swapped"], *(row[key] / 100 for key in ("share", "low", "high")), question))
     return found
 
@@ -182,6 +183,7 @@ def gap_by_position(log_probs: LogProbs) -> str:
         axes.set_yscale("symlog", linthresh=10.0 ** np.floor(np.log10(smallest)))
         axes.set_ylim(0, None)
         axes.set_xlabel("position of the token")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("|difference| (nats)")
         figure.legend(loc="outside lower center", ncols=2, fontsize="small")
 
@@ -228,7 +230,7 @@ def _bars(title: str, meaning: str, shares: Sequence[Share]) -> str:
         for i, each in enumerate(shares):
             if each.low is not None and each.high is not None:
                 axes.plot([100 * each.low, 100 * each.high], [i, i], color="#333333", linewidth=1.2)
-        axes.set_yticks(y, [each.name for each in shares])
+        axes.set_yticks(y, [each.name.replace(" and ", "\nand ") for each in shares])
         axes.invert_yaxis()
         axes.axvline(0, color="#555555", linewidth=0.8)
         axes.set_xlabel("share of the gap that it takes away (%)")

@@ -13,7 +13,8 @@ from typing import Any
 
 from minite_jax.diagnostics import pictures
 from minite_jax.diagnostics.causes import Cause
-from minite_jax.diagnostics.compare import Comparison, Difference
+from minite_jax.diagnostics.compare import Comparison
+from minite_jax.diagnostics.differences import Difference
 from minite_jax.diagnostics.gap import gap_warnings, worst_tokens
 from minite_jax.diagnostics.pictures import LogProbs, Share, log_probs_of
 from minite_jax.diagnostics.trace_file import Trace
@@ -69,7 +70,7 @@ def write_report(path: str | Path, *arguments: Any, **options: Any) -> Path:
 
 
 def _verdict(causes: Sequence[Cause], comparison: Comparison | None, attribution: Sequence[Share]) -> str:
-    chosen = [each for each in attribution if each.question == pictures.CHOSEN]
+    chosen = [each for each in attribution if each.question == pictures.CHOSEN and each.name != pictures.EVERYTHING]
     place = None if comparison is None else comparison.location
     if causes:
         text, kind = f"{_text(causes[0].kind.capitalize())}: {_text(causes[0].text)}", "bad"
@@ -78,7 +79,8 @@ def _verdict(causes: Sequence[Cause], comparison: Comparison | None, attribution
     elif comparison.first is None:
         text, kind = "Every common tensor has equal bits", "good"
     elif comparison.only_log_probs and chosen:
-        names = ", ".join(f"<code>{_text(each.name.removeprefix('+ '))}</code>" for each in chosen)
+        swapped = [name for each in chosen for name in each.name.removeprefix("+ ").split(" and ")]
+        names = ", ".join(f"<code>{_text(name)}</code>" for name in swapped)
         text, kind = f"{names} explain {100 * chosen[-1].share:.0f} % of the gap", "bad"
     elif comparison.only_log_probs:
         text, kind = "Log-probs differ; by themselves they do not show where: record tensors too", "open"
@@ -145,7 +147,7 @@ def _tensors(comparison: Comparison) -> str:
         classes.append("place" if each is comparison.location else "same" if each.equal else "")
     titles = ["tensor", "rows", "differing", "max |d|", "mean |d|", "ulps", "relative", "cosine", "excess", "not finite"]
     table = _table("", titles, rows, "excess: error over what the errors of the inputs explain", classes)
-    return f"<details><summary>All {len(rows)} tensors, in execution order</summary>{table}</details>"
+    return f"<details><summary>Tensors in execution order ({len(rows)})</summary>{table}</details>"
 
 
 def _notes(notes: Iterable[str]) -> str:
@@ -158,7 +160,9 @@ def _table(title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], not
     lines = []
     for i, row in enumerate(rows):
         mark = f' class="{classes[i]}"' if classes and classes[i] else ""
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>")
+        name, *cells = map(_text, row)
+        name = name.replace("_", "_<wbr>").replace("/", "/<wbr>")  # where a telephone may break it
+        lines.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in (name, *cells)) + "</tr>")
     heading = f"<h2>{_text(title)}</h2>" if title else ""
     caption = f"<p>{_text(note)}</p>" if note else ""
     return f'{heading}{caption}<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
@@ -180,7 +184,7 @@ code{background:#f2f2f2;padding:.05rem .3rem;border-radius:3px;overflow-wrap:any
 figure{margin:0}figcaption{font-size:.9rem;margin-bottom:.3rem}svg{width:100%;height:auto;display:block}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem}
 th,td{padding:.2rem .6rem;text-align:left;border-bottom:1px solid #e4e4e4;white-space:nowrap}
-td{font-variant-numeric:tabular-nums}td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:9rem}
+td{font-variant-numeric:tabular-nums}td:first-child{white-space:normal;min-width:9rem}
 .place td{background:#fdecec;font-weight:600}.same td{color:#2e7d4f}
 summary{cursor:pointer;font-weight:600;margin:1.2rem 0 .4rem}
 """

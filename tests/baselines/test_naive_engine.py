@@ -13,6 +13,8 @@ from minite_jax.diagnostics.gap import gap_metrics
 from minite_jax.model.config import tiny_dense, tiny_moe
 from minite_jax.sampler.sampling import FINISH_LENGTH, FINISH_STOP, pad_prompts
 
+pytestmark = pytest.mark.timeout(1200)  # programs compile for minutes on a machine with other load
+
 _MOE = tiny_moe(num_hidden_layers=1, vocab_size=32)
 _DENSE = tiny_dense(num_hidden_layers=1, vocab_size=32, tie_word_embeddings=False)
 _PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 3, 21, 22, 1]]

@@ -14,6 +14,8 @@ from minite_jax.diagnostics.trace import trace_learner
 from minite_jax.diagnostics.trace_file import MemoryTrace, Rows, TraceError, add_row_set, new_header
 from minite_jax.model import tiny_dense
 
+pytestmark = pytest.mark.timeout(1200)  # programs compile for minutes on a machine with other load
+
 _CONFIG = tiny_dense(num_hidden_layers=2, vocab_size=64)
 _TOKENS = np.random.default_rng(0).integers(0, 64, (4, 9)).astype(np.int32)
 _MASK = np.arange(9) < np.array([9, 7, 9, 5])[:, None]

@@ -10,10 +10,14 @@ import pytest
 from minite_jax.diagnostics import report
 from minite_jax.diagnostics.causes import Cause
 from minite_jax.diagnostics.compare import compare
+from minite_jax.diagnostics.logs import trace_of_log_probs
+from minite_jax.diagnostics.pictures import CHOSEN, Share, shares_of
 from minite_jax.diagnostics.trace_file import MemoryTrace, Rows, add_row_set, new_header
+from minite_jax.errors import UserError
 
 pytest.importorskip("matplotlib")
 TOKENS, LAYERS = 12, 3
+BARS = ["What causes the gap", "How much is explained"]
 
 
 def _trace(changed=(), log_prob_error=0.0, name="<engine & co>"):
@@ -48,7 +52,7 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.links += [value for key, value in attrs if key in ("src", "href", "xlink:href") and value[:1] != "#"]
         self.links = [link for link in self.links if not link.startswith("data:")]
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -66,10 +70,11 @@ def _page(*arguments, **options):
 
 def test_a_page_with_everything():
     a, b = _trace(), _trace({"layer.1/attention/norm.codes", "layer.1/attention/qkv"}, log_prob_error=0.25)
-    shares = [report.Share("attention/qkv", 0.9, 0.8, 0.95), report.Share("router", 0.0)]
+    shares = [Share("attention/qkv", 0.9, 0.8, 0.95), Share("router", 0.0), Share("router", 0.9, question=CHOSEN)]
     text, figures = _page(a, b, [], compare(a, b), attribution=shares, decode=lambda ids: "".join(map(chr, ids)))
-    assert figures == ["Error by layer", "Flipped FP4 codes", "Gap by position", "Probability ratios", "What causes the gap"]
+    assert figures == ["Error by layer", "Flipped FP4 codes", "Gap by position", "Probability ratios", *BARS]
     assert "&lt;engine &amp; co&gt;" in text and "<engine" not in text
+    text = text.replace("<wbr>", "")
     assert "token_mult_prob_error" in text and "rollout_corr/chi2_token" in text
     assert "layer.1/attention/qkv" in text and 'class="verdict bad"' in text
     # The fourth scored row is sequence 0, position 3: its log-prob is of the token at position 4.
@@ -91,6 +96,33 @@ def test_numbers_that_are_not_finite_are_counted():
     a, b = _trace(), _trace(log_prob_error=np.nan)
     text, _ = _page(a, b, [], compare(a, b))
     assert "1 are not finite and not shown" in text and "gen_kl_error is nan" in text
+
+
+def test_bars_of_a_table():
+    def row(question, swapped, share):
+        return dict(question=question, swapped=swapped, share=share, low=share - 1, high=share + 1)
+
+    rows = [row("the gap", "nothing", 0), row("the gap", "everything", 80), row("alone", "head", 30)]
+    rows += [row("everything but", "head", 20), row("one after the other", "head", 30), row("a pair, beyond its sum", "a", 1)]
+    everything, chosen = Share("everything", 0.8, 0.79, 0.81, CHOSEN), Share("head", 0.3, 0.29, 0.31, CHOSEN)
+    assert shares_of({"rows": rows}) == [Share("head", 0.3, 0.29, 0.31), chosen, everything]
+    for rows in ([], [{"level": "strict"}], [row("alone", "head", 30) | {"low": "NaN"}]):
+        with pytest.raises(UserError, match="the file is no table of shares"):
+            shares_of({"rows": rows}, "the file")
+
+
+def test_log_probs_alone_are_no_rounding_of_operations():
+    tokens, mask = np.arange(8).reshape(2, 4) + 65, np.array([[0, 1, 1], [0, 1, 0]], bool)
+    traces = [trace_of_log_probs(tokens, x * -np.ones((2, 3)), mask, engine=dict(name=str(x))) for x in (1, 2)]
+    assert traces[0].rows.token_ids.tolist() == [65, 66, 67, 68, 69, 70, 71]  # a sequence ends behind its last log-prob
+    assert traces[0].row_numbers("final/log_prob").tolist() == [1, 2, 5]
+    comparison = compare(*traces)
+    everything = Share("everything", 0.8, question=CHOSEN)
+    verdict = lambda shares: report._verdict([], comparison, shares)  # noqa: E731
+    assert "Log-probs differ; by themselves they do not show where" in verdict([])
+    assert "<code>head</code>, <code>gate</code> explain 75 % of the gap" in verdict(
+        [Share("head", 0.5, question=CHOSEN), Share("+ gate", 0.75, question=CHOSEN), everything, Share("x", 0.9)]
+    )
 
 
 def test_it_is_written_whole_or_not_at_all(tmp_path):

@@ -81,9 +81,8 @@ def test_what_a_run_writes(kind, finished):
     assert {path.name for path in (folder / "plots").iterdir()} >= {"gap.png", "reward.png", "loss.png"}
 
 
-@pytest.mark.parametrize("stop_after", [1, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_ctrl_c_saves_and_resume_is_bit_for_bit(kind, finished, tmp_path, monkeypatch, stop_after):
-    _, state, rows = finished
+def _interrupted_run(config, workdir, monkeypatch, stop_after):
+    """A run that gets Ctrl-C in its step `stop_after`."""
     finish_step = Run._finish_step
 
     def interrupted(self, *args, **kwargs):
@@ -91,10 +90,16 @@ def test_ctrl_c_saves_and_resume_is_bit_for_bit(kind, finished, tmp_path, monkey
             os.kill(os.getpid(), signal.SIGINT)
         finish_step(self, *args, **kwargs)
 
-    monkeypatch.setattr(Run, "_finish_step", interrupted)
-    with pytest.raises(UserError, match=f"interrupted after step {stop_after}, which is saved"):
-        Run(_config(kind), tmp_path)()
-    monkeypatch.setattr(Run, "_finish_step", finish_step)
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_finish_step", interrupted)
+        with pytest.raises(UserError, match=f"interrupted after step {stop_after}, which is saved"):
+            Run(config, workdir)()
+
+
+@pytest.mark.parametrize("stop_after", [1, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_ctrl_c_saves_and_resume_is_bit_for_bit(kind, finished, tmp_path, monkeypatch, stop_after):
+    _, state, rows = finished
+    _interrupted_run(_config(kind), tmp_path, monkeypatch, stop_after)
     resumed = Run(_config(kind), tmp_path)
     assert resumed.step == stop_after
     resumed()
@@ -138,6 +143,26 @@ def test_naive_engine_from_the_same_warmup_has_a_gap(kind, finished, tmp_path):
     rows = read_metrics(tmp_path)
     assert [row["phase"] for row in rows] == ["rl"] * 3
     assert all(row[names.GAP_MAX] > 0 and row[names.GAP_EXACT_FRACTION] < 1 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_level_of_alignment_has_a_gap_and_resumes_bit_for_bit(kind, finished, tmp_path, monkeypatch):
+    level = {"dense_bf16": "xla", "moe_nvfp4": "te_weights"}[kind]  # the second makes its own weights after each update
+    config = _config(kind, init_from=str(finished[0]))
+    config.sft.steps, config.sampler.engine = 0, level
+    whole = Run(config, tmp_path / "whole")
+    whole()
+    rows = read_metrics(tmp_path / "whole")
+    assert [row["phase"] for row in rows] == ["rl"] * 3
+    assert all(row[names.GAP_MAX] > 0 and row[names.GAP_EXACT_FRACTION] < 1 for row in rows)
+    _interrupted_run(config, tmp_path / "parts", monkeypatch, 4)
+    with pytest.raises(UserError, match="sampler.engine"):
+        Run(_config(kind, init_from=str(finished[0]), sft=config.sft), tmp_path / "parts")
+    resumed = Run(config, tmp_path / "parts")
+    assert resumed.step == 4
+    resumed()
+    assert _same_bits(resumed.state, whole.state)
+    assert _without_times(read_metrics(tmp_path / "parts")) == _without_times(rows)
 
 
 @pytest.mark.parametrize(
