@@ -113,6 +113,13 @@ def recipe_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder
 
 
 @functools.cache
+def prompts_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--prompts`, how many problems are answered; a second call gives the same flag. None: what the script says."""
+    help = "How many problems are answered. Default: what the script says."
+    return flags.DEFINE_integer("prompts", None, help, lower_bound=2, flag_values=flag_values)
+
+
+@functools.cache
 def minutes_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
     """Defines `--minutes`, after which a script begins nothing new; a second call gives the same flag."""
     help = "Start nothing new after so many minutes; run again to go on."

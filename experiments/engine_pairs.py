@@ -116,7 +116,7 @@ PAIRS: dict[str, Pair] = {
 }  # fmt: skip
 
 _PAIRS = flags.DEFINE_list("pairs", list(PAIRS), "Which pairs.")
-_PROMPTS = flags.DEFINE_integer("prompts", None, "Prompts, answered once each. By default 256, or 16", lower_bound=2)
+_PROMPTS = cli.prompts_flag()  # answered once each; 256, or 16 of a random model
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often both programs are timed, in turns.", lower_bound=1)
 
 COLUMNS = [

@@ -29,7 +29,7 @@ from pallas_kernels import nvfp4
 
 _CONFIG = cli.config_flag()
 _CHECKPOINT = cli.checkpoint_flag()  # the workdir of a finished run
-_PROMPTS = flags.DEFINE_integer("prompts", 16, "Held-out problems; each is answered config.sampler.samples times.")
+_PROMPTS = cli.prompts_flag()  # held-out problems, each answered config.sampler.samples times; 16
 _RESULTS = cli.results_dir_flag()
 _IMAGE = flags.DEFINE_string("image", "docs/images/exact_sums.png", "The picture to write.")
 
@@ -136,7 +136,7 @@ def main(argv):
     run = finished_run(folder, config)
     setup, params = run.setup, run.state.train.params
     policy = mt.prepare(params, setup.model, setup.recipe)
-    tokens_BT, sampled = held_out_tokens(setup, policy, params, _PROMPTS.value, config.seed)
+    tokens_BT, sampled = held_out_tokens(setup, policy, params, _PROMPTS.value or 16, config.seed)
     print(f"{len(tokens_BT)} of {sampled} sequences have the commonest length, {tokens_BT.shape[1]} tokens: those are used")
 
     model_rows, synthetic_rows, model_bits, synthetic_bits = [], [], {}, {}
