@@ -120,6 +120,13 @@ def prompts_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolde
 
 
 @functools.cache
+def rounds_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+    """Defines `--rounds`, how often something is timed; a second call gives the same flag. None: what the script says."""
+    help = "How often each thing is timed, in turns. Default: what the script says."
+    return flags.DEFINE_integer("rounds", None, help, lower_bound=1, flag_values=flag_values)
+
+
+@functools.cache
 def minutes_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
     """Defines `--minutes`, after which a script begins nothing new; a second call gives the same flag."""
     help = "Start nothing new after so many minutes; run again to go on."

@@ -117,7 +117,7 @@ PAIRS: dict[str, Pair] = {
 
 _PAIRS = flags.DEFINE_list("pairs", list(PAIRS), "Which pairs.")
 _PROMPTS = cli.prompts_flag()  # answered once each; 256, or 16 of a random model
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "How often both programs are timed, in turns.", lower_bound=1)
+_ROUNDS = cli.rounds_flag()  # 3
 
 COLUMNS = [
     {"key": "pair", "label": "pair", "unit": ""},
@@ -228,7 +228,7 @@ class Study:
     def price(self, pair: Pair) -> float:
         """Time of the second engine's program over that of the first."""
         ratios = []
-        for _ in range(_ROUNDS.value):
+        for _ in range(_ROUNDS.value or 3):
             seconds = []
             for engine in (pair.first, pair.second):
                 start = time.perf_counter()
@@ -263,7 +263,7 @@ def notes_of(study: Study, same: bool) -> str:
         "numbers count, not their codes. Swapping: 1 - gap left / gap, with operations of the second engine in the first. That "
         "is a third program, and need not explain all where XLA compiles the three differently. One after the other: forward "
         "selection, with the share of all chosen so far; of the effect of a chosen one, the share by layer. Time: scoring "
-        f"programs, the median of {_ROUNDS.value} turns; on a CPU no measure of a GPU."
+        f"programs, the median of {_ROUNDS.value or 3} turns; on a CPU no measure of a GPU."
     )
 
 

@@ -26,7 +26,7 @@ from experiments.subject import Subject, subject
 from minite_jax.diagnostics.gap import GAP, gap_metrics
 
 _PROMPTS = flags.DEFINE_integer("problems", 32, "Prompts, each answered as often as the run did.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each level is timed.", lower_bound=1)
+_ROUNDS = cli.rounds_flag()  # 5
 _LEVELS = flags.DEFINE_list("levels", [*choices.LEVELS, "naive"], "Which levels.")
 
 COLUMNS = [
@@ -71,7 +71,7 @@ def findings(asked: Subject, level: str) -> Iterator[dict]:
         "tokens": int(gap["tokens_compared"]),
     }  # fmt: skip
     ratios = []
-    for _ in range(_ROUNDS.value):
+    for _ in range(_ROUNDS.value or 5):
         strict = sampled(asked, choices.STRICT)[1]
         ratios.append(sampled(asked, level)[1] / strict)
     yield {"time": float(np.median(ratios))}
@@ -89,9 +89,9 @@ def main(argv):
         "alignment_levels", columns=COLUMNS, start=start, title="Table 2: alignment levels, their gap and their price",
         notes=f"{asked.about}. {len(asked.prompts)} prompts, {sampling.n} answers each at temperature {sampling.temperature}. "
         "Each level samples for itself; the gap is that of the strict policy's log-probs of these tokens to the level's own. "
-        f"Time: whole sampling calls, in turns with the strict level, the median of {_ROUNDS.value} ratios; on a machine with "
-        "other load differences of a tenth mean nothing. On a CPU strict alignment is bought with loops over tiles of rows, so "
-        "what levels gain there says nothing about a GPU.",
+        f"Time: whole sampling calls, in turns with the strict level, the median of {_ROUNDS.value or 5} ratios; on a machine "
+        "with other load differences of a tenth mean nothing. On a CPU strict alignment is bought with loops over tiles of rows, "
+        "so what levels gain there says nothing about a GPU.",
     )  # fmt: skip
     return table.fill(levels, lambda level: findings(asked, level))
 
