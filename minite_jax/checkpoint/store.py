@@ -33,6 +33,13 @@ FORMAT = 1
 _UNFINISHED = ".unfinished-"
 
 
+def has_only_leftovers(workdir: str | os.PathLike) -> bool:
+    """Whether a folder holds what a killed `save` left, which the next one removes, and nothing else."""
+    folder = Path(workdir) / "checkpoints"
+    entries = [*folder.iterdir()] if folder.is_dir() else []
+    return bool(entries) and all(each.name.startswith(_UNFINISHED) for each in entries) and len(os.listdir(workdir)) == 1
+
+
 def save(workdir: str | os.PathLike, step: int, state: PyTree, config: Any, keep: int | None = 3) -> Path:
     """Writes a checkpoint and returns its folder.
 

@@ -196,6 +196,19 @@ def test_a_full_disk_is_found_before_anything_is_read(tmp_path, monkeypatch, to)
     assert os.listdir(tmp_path) == []
 
 
+def test_after_a_killed_conversion_the_same_command_runs(tmp_path, monkeypatch):
+    """What it left is removed, and counts as room."""
+    for leftover in (tmp_path / ".out.unfinished", tmp_path / "orbax" / "checkpoints" / ".unfinished-0"):
+        leftover.mkdir(parents=True)
+        (leftover / "part").write_bytes(bytes(100_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000))
+    run(source=DATA / "llama", target=tmp_path / "out", to="hf")
+    run(source=DATA / "llama", target=tmp_path / "orbax")
+    assert sorted(os.listdir(tmp_path)) == ["orbax", "out"] and os.listdir(tmp_path / "orbax" / "checkpoints") == ["0"]
+    with pytest.raises(UserError, match="orbax is there already"):
+        run(source=DATA / "llama", target=tmp_path / "orbax")
+
+
 def test_a_target_that_is_a_link_is_written_where_it_leads(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")

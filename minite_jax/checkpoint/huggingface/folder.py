@@ -71,9 +71,15 @@ def check_new(folder: str | Path) -> Path:
 
 def check_room(folder: Path, nbytes: int) -> None:
     """Raises CheckpointError where the disk of a folder, which need not be there, has no room for so many bytes."""
-    free = shutil.disk_usage(_nearest(folder)).free
+    # What a killed process left there is removed before anything is written.
+    leftover = sum(each.stat().st_size for each in _unfinished(folder).rglob("*"))
+    free = shutil.disk_usage(_nearest(folder)).free + leftover
     if free < nbytes:
         raise CheckpointError(f"{folder} needs {nbytes:,} bytes and the disk has {free:,}: make room")
+
+
+def _unfinished(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.unfinished")
 
 
 def _nearest(path: Path) -> Path:
@@ -152,7 +158,7 @@ def write_folder(
       CheckpointError: the disk has no room, or a number is not finite in its type in the file. What was written is removed.
     """
     needed = sum(len(each.header) + sum(content.nbytes for content in each.contents) for each in plan)
-    unfinished = final.with_name(f".{final.name}.unfinished")
+    unfinished = _unfinished(final)
     try:
         check_room(final, needed)
         final.parent.mkdir(parents=True, exist_ok=True)
