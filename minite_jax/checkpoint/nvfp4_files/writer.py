@@ -50,7 +50,8 @@ def save_nvfp4(
       policy: see `minite_jax.prepare`. With matrices in NVFP4.
       layout: "modelopt" or "compressed-tensors".
       input_scales: outer scales of activations by the path of the matrix that reads them, float32 [E] or [1], as
-        `minite_jax.diagnostics.calibrate` gives them. None: the folder tells engines to quantise weights only.
+        `minite_jax.diagnostics.calibrate` gives them. None: the folder tells engines to quantise weights only, which SGLang
+        reads in the layout compressed-tensors alone.
       like: a Hugging Face folder of the same model: its config.json's other keys and the files that are no weights are taken.
       dtype: "float32": what the policy holds in float32 (norms, routers, biases) is written so. "bfloat16": rounded, as engines
         do when they load it.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from nvfp4_models import assert_same_bits
+from nvfp4_models import LAYOUTS, assert_same_bits
 
 import minite_jax as mt
 from minite_jax.checkpoint import CheckpointError
@@ -67,6 +67,26 @@ def test_divisors_that_are_no_reciprocals(policies, folder, tmp_path):
     divisors = np.float32(2688) / np.linspace(0.01, 3, 1000, dtype=np.float32)
     factors = layouts.COMPRESSED.from_file(divisors)  # what a reader multiplies by comes back, whatever divisor says it
     np.testing.assert_array_equal(layouts.COMPRESSED.from_file(layouts.COMPRESSED.to_file(factors, "")), factors)
+
+
+def test_both_layouts_of_one_matrix_are_the_same_numbers(folder, contents, rewrite, edit_json):
+    """H05, as other tools write it: 0.5, 1, -6, 2 are the bytes 0x21 0x4F; amax / 2688 multiplies, 2688 / amax divides."""
+    module, amax = "model.layers.0.self_attn.o_proj", np.float32(1.5)
+    read = {}
+    for layout in LAYOUTS:
+        path = folder(layout) / "model.safetensors"
+        tensors, names = contents(path), layouts.LAYOUTS[layout].suffixes
+        codes, scales, outer = (f"{module}.{names[part]}" for part in ("codes", "block_scale", "outer_scale"))
+        number = np.float32(2688) / amax if layout == "compressed-tensors" else amax / np.float32(2688)
+        tensors[outer] = ("F32", tensors[outer][1], number.tobytes())
+        tensors[codes] = ("U8", tensors[codes][1], bytes([0x21, 0x4F]) + tensors[codes][2][2:])
+        tensors[scales] = ("F8_E4M3", tensors[scales][1], bytes([0x38]) + tensors[scales][2][1:])  # 1.0
+        rewrite(path, tensors)
+        edit_json(path.parent / "config.json", minite_jax=None)
+        read[layout] = mt.load_nvfp4(path.parent).weights["layers"][0]["o"]
+    assert_same_bits(*read.values())
+    first = np.asarray(nvfp4.dequantize(read["modelopt"]))[0, :4]
+    np.testing.assert_array_equal(first, np.array([0.5, 1, -6, 2], np.float32) * np.float32(amax / np.float32(2688)))
 
 
 def test_scales_of_a_quantised_cache_are_left_alone(policies, folder, contents, rewrite):

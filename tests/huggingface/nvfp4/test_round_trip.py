@@ -12,7 +12,7 @@ from nvfp4_models import CONFIG, LAYOUTS, assert_same_bits, assert_same_files, r
 import minite_jax as mt
 from minite_jax.checkpoint import nvfp4_files
 from minite_jax.checkpoint.huggingface import files, filling, placements
-from minite_jax.checkpoint.nvfp4_files import layouts
+from minite_jax.checkpoint.nvfp4_files import layouts, packing
 from minite_jax.checkpoint.nvfp4_files.blocks import blocks, quantized_matrices
 from minite_jax.model import tiny_dense
 from pallas_kernels import nvfp4
@@ -114,6 +114,19 @@ def test_files_hold_the_policys_numbers_by_the_layouts_definition(policies, fold
         assert outers["gate"] == outers["up"]
     router = stored["model.layers.1.mlp.gate.weight"]
     assert router[0] == "F32" and router[2] == np.asarray(policy.weights["layers"][1]["router"]).tobytes()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gate_and_up_of_unlike_size_share_an_outer_scale(policies, tmp_path, contents, layout):
+    """H09: gate all 1, up all 10, read apart and by the one scale that an engine keeps for both."""
+    policy = policies("nvfp4")
+    first, *others = policy.weights["layers"]
+    matrix_NK = np.concatenate([np.full((32, 32), value, np.float32) for value in (1, 10)])
+    gate_up = packing._quantize(matrix_NK, policy.recipe.quantized.weight).replace(fp8_exact=first["gate_up"].fp8_exact)
+    changed = policy.replace(weights=policy.weights | {"layers": (first | {"gate_up": gate_up}, *others)})
+    stored = contents(mt.save_nvfp4(tmp_path / "out", changed, layout=layout) / "model.safetensors")
+    (gate, one), (up, other) = (_by_hand(stored, f"model.layers.0.mlp.{part}_proj", layout) for part in ("gate", "up"))
+    assert (gate == 1).all() and (up == 10).all() and one == other
 
 
 def test_back_to_plain_numbers_and_again(policies, model, tmp_path):
