@@ -10,7 +10,7 @@ from nvfp4_models import LAYOUTS, assert_same_bits
 
 import minite_jax as mt
 from minite_jax.checkpoint import CheckpointError
-from minite_jax.checkpoint.nvfp4_files import layouts
+from minite_jax.checkpoint.nvfp4_files import layouts, packing
 from minite_jax.checkpoint.nvfp4_files.filling import is_fp8_exact
 from pallas_kernels import nvfp4, operands
 from pallas_kernels.nvfp4.expanded import ExpandedArray
@@ -85,7 +85,7 @@ def test_both_layouts_of_one_matrix_are_the_same_numbers(folder, contents, rewri
         edit_json(path.parent / "config.json", minite_jax=None)
         read[layout] = mt.load_nvfp4(path.parent).weights["layers"][0]["o"]
     assert_same_bits(*read.values())
-    first = np.asarray(nvfp4.dequantize(read["modelopt"]))[0, :4]
+    first = np.asarray(packing._dequantize(read["modelopt"]))[0, :4]
     np.testing.assert_array_equal(first, np.array([0.5, 1, -6, 2], np.float32) * np.float32(amax / np.float32(2688)))
 
 
