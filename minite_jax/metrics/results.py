@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ _COLUMN_FIELDS = {"key", "label", "unit"}
 _PROVENANCE_FIELDS = {"device", "versions", "revision", "date", "command"}
 # A picture with more bars than this says less than the table does.
 _MOST_BARS = 60
+_LONGEST_NAME = 48  # letters beside a bar
+_ENDS = ("low", "high")
 _BAR_COLOURS = (*COLOURS, "#5b8e5a", "#e0a030", "#7a5ba8", "#5f6b73")
 
 
@@ -133,36 +136,49 @@ def by_section(
 
 
 def plot_results(results: Mapping[str, Any], path: str | os.PathLike) -> Path | None:
-    """Draws a table as bars: one panel for each unit, one group for each row, named by its text columns.
+    """Draws a table as bars: one panel for each unit, one group for each row, named by as few of its first text columns as tell
+    the rows apart. Columns `low` and `high`, the ends of an interval, are no bars.
 
     Args:
         results: a table from `read_results` or `write_results`.
         path: the PNG to write, under a temporary name first.
 
     Returns:
-        `path`, or None where the table has no number to draw, or more than anybody could read.
+        `path`, or None where the table has no number to draw, more than anybody could read, names too long to stand beside bars,
+        or sections, which are tables of different things.
 
     Raises:
         ImportError: matplotlib is not installed; says which extra has it.
     """
-    columns = [column for column in results["columns"] if _is_numeric(results["rows"], column["key"])]
     rows = results["rows"]
+    columns = [column for column in results["columns"] if column["key"] not in _ENDS and _is_numeric(rows, column["key"])]
     drawable = sum(_drawable(row[column["key"]]) for row in rows for column in columns)
     if not 0 < drawable <= _MOST_BARS:
         return None
-    keys = [column["key"] for column in results["columns"]]
-    texts = [key for key in keys if any(isinstance(row[key], str) for row in rows)]
-    groups = [" ".join(format_cell(row[key]) for key in texts) or str(number) for number, row in enumerate(rows, 1)]
+    groups = _row_names(results)
+    if "sections" in results or max(map(len, groups)) > _LONGEST_NAME:
+        return None
     units = list(dict.fromkeys(column["unit"] for column in columns))
     height = sum(0.8 + len(rows) * (0.2 + 0.22 * sum(c["unit"] == unit for c in columns)) for unit in units)
     with new_figure(figure_figsize=(8.0, max(2.6, height + 0.8)), axes_grid_axis="x") as figure:
-        figure.suptitle(results["title"], fontweight="bold", x=0.01, ha="left")
+        figure.suptitle(textwrap.fill(results["title"], 70), fontweight="bold", x=0.01, ha="left")
         panels = figure.subplots(len(units), 1, squeeze=False)[:, 0]
         for axes, unit in zip(panels, units, strict=True):
             _bars(axes, groups, rows, [column for column in columns if column["unit"] == unit])
         provenance = results["provenance"]
         figure.supxlabel(f"{provenance['device']}, {provenance['date'][:10]}", fontsize=8, color="#666666")
         return save_figure(figure, Path(path))
+
+
+def _row_names(results: Mapping[str, Any]) -> list[str]:
+    """What the rows are called: the first text columns that tell them apart, or else all, or numbers."""
+    rows = results["rows"]
+    texts = [column["key"] for column in results["columns"] if any(isinstance(row[column["key"]], str) for row in rows)]
+    for count in range(1, len(texts) + 1):
+        names = [" ".join(format_cell(row[key]) for key in texts[:count]) for row in rows]
+        if len(set(names)) == len(names):
+            return names
+    return names if texts else [str(number) for number in range(1, len(rows) + 1)]
 
 
 def format_cell(value: Any) -> str:

@@ -122,6 +122,32 @@ def test_plot(tmp_path):
     assert plot_results(write(tmp_path / "z.json", rows=ROWS * 40), tmp_path / "z.png") is None
 
 
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ([("a", "x"), ("b", "x")], ["a", "b"]),
+        ([("a", "x"), ("a", "y")], ["a x", "a y"]),
+        ([("a", "x"), ("a", "x")], ["a x", "a x"]),
+        ([("a", "x" * 60), ("a", "y")], None),  # no room beside the bars
+    ],
+)
+def test_plot_names_rows_by_few_columns(tmp_path, monkeypatch, rows, names):
+    figures = []
+    monkeypatch.setattr(results, "save_figure", lambda figure, path: figures.append(figure) or path)
+    columns = [dict(key=key, label=key, unit="") for key in ("one", "two", "gap", "low", "high")]
+    table = write(
+        tmp_path / "x.json", columns=columns, rows=[dict(one=a, two=b, gap=1.0, low=0.5, high=2.0) for a, b in rows]
+    )
+    assert (plot_results(table, tmp_path / "x.png") is None) == (names is None)
+    for axes in [axes for figure in figures for axes in figure.axes]:
+        assert [label.get_text() for label in axes.get_yticklabels()] == names
+        assert len(axes.patches) == len(rows)  # the interval's ends are no bars
+
+
+def test_tables_of_different_things_are_not_drawn(tmp_path):
+    assert plot_results(write(tmp_path / "x.json", sections="shape"), tmp_path / "x.png") is None
+
+
 def test_plot_labels_every_cell(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(results, "save_figure", lambda figure, path: figures.append(figure) or path)
