@@ -89,6 +89,9 @@ def main(argv):
         raise UserError(f"--choices={unknown[0]}: there is no such choice, there are {', '.join(choices.CHOICES)}")
     run = finished_run(Path(_CHECKPOINT.value))
     setup, params = run.setup, run.state.train.params
+    if not choices.applicable(_CHOICES.value, setup.model, setup.recipe):
+        given = ",".join(_CHOICES.value)
+        raise UserError(f"--choices={given}: none changes anything in this model with recipe {setup.recipe.name}; choose others")
     policy = mt.prepare(params, setup.model, setup.recipe)
     prompts = held_out_prompts(setup, _PROMPTS.value)
     sampling = dataclasses.replace(setup.sampling, n=1)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from experiments.build import Setup, sample_prompts
+from minite_jax.errors import UserError
 from minite_jax.metrics import names
 from minite_jax.rollout import reward_rollouts
 
@@ -14,7 +15,14 @@ _GREEDY_BATCH = 256
 
 
 def held_out_prompts(setup: Setup, count: int) -> list[list[int]]:
-    """Token ids of the first held-out problems' prompts."""
+    """Token ids of the first held-out problems' prompts.
+
+    Raises:
+      UserError: the task has fewer.
+    """
+    has = setup.task.size("heldout")
+    if count > has:
+        raise UserError(f"{count} held-out problems are asked for, and the run's task has {has}: ask for fewer")
     return [setup.task.encode(setup.task.example("heldout", i).prompt) for i in range(count)]
 
 

@@ -24,6 +24,7 @@ from experiments.build import sample_prompts
 from experiments.growing import GrowingTable
 from experiments.subject import Subject, subject
 from minite_jax.diagnostics.gap import GAP, gap_metrics
+from minite_jax.errors import UserError
 
 _PROMPTS = flags.DEFINE_integer("problems", 32, "Prompts, each answered as often as the run did.", lower_bound=1)
 _ROUNDS = cli.rounds_flag()  # 5
@@ -80,6 +81,8 @@ def findings(asked: Subject, level: str) -> Iterator[dict]:
 def main(argv):
     del argv
     start = time.perf_counter()
+    if not _LEVELS.value:
+        raise UserError(f"--levels is empty: choose from {', '.join(choices.LEVELS)}, naive")
     asked, levels = subject(_PROMPTS.value), list(dict.fromkeys((choices.STRICT, *_LEVELS.value)))
     for level in levels:
         if level != "naive":
