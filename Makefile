@@ -15,7 +15,7 @@ test: lint test-files
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-all: lint test-files
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu" --optimized
 
 # Files that some tests need and that are in no Python package: into the user's cache, or $MINITE_JAX_TEST_FILES. Without them
 # those tests are skipped.

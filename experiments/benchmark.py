@@ -181,25 +181,31 @@ def steps() -> list[dict]:
         raise UserError("there is no GPU here: --quick tries the script with a tiny model on a CPU")
     path = out_path("step", quick)
     config = mt.model.tiny_moe() if quick else getattr(mt.model, _MODEL.value)(num_hidden_layers=_LAYERS.value)
-    measured = []
+    width = "a tiny model: these times say nothing" if quick else f"{_MODEL.value}, {_LAYERS.value} layers"
+    where, measured = origin(Peers(1)), []
+
+    def save() -> list[dict]:
+        """After each program: a run that is cut has what it measured."""
+        rows = [row for each in measured for row in step.rows(each)]
+        write_results(
+            path,
+            name=path.stem,
+            title=f"Where a step's time goes on one {jax.devices()[0].device_kind} ({width})",
+            columns=step.COLUMNS,
+            rows=rows,
+            notes=step.NOTES,
+            provenance=where,
+            sections="program",
+        )
+        step.draw(measured, path.with_name(f"{path.stem}_parts.png"))
+        return rows
+
     for recipe in _RECIPES.value:
         for each in step.measure(config, mt.recipe(recipe), step.TINY if quick else step.Settings()):
             measured.append(each)
+            rows = save()
             print(f"{each.program}: {1e3 * each.seconds:.2f} ms, {each.tokens / each.seconds:,.0f} tokens/s", flush=True)
-    rows = [row for each in measured for row in step.rows(each)]
-    width = "a tiny model: these times say nothing" if quick else f"{_MODEL.value}, {_LAYERS.value} layers"
-    write_results(
-        path,
-        name=path.stem,
-        title=f"Where a step's time goes on one {jax.devices()[0].device_kind} ({width})",
-        columns=step.COLUMNS,
-        rows=rows,
-        notes=step.NOTES,
-        provenance=origin(Peers(1)),
-        sections="program",
-    )
-    picture = step.draw(measured, path.with_name(f"{path.stem}_parts.png"))
-    print(f"written to {path} and {picture}")
+    print(f"written to {path}, with a picture beside it")
     return rows
 
 

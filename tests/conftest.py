@@ -17,8 +17,8 @@ _CHECKED = [
 install_import_hook(["minite_jax", *_CHECKED], "beartype.beartype")
 
 # Compiling is most of what the fast tests cost, and LLVM's optimisations are half of that. The fast tests of these folders ask
-# what a program does, not how a compiler bends it, and leave them out; their slow tests have them. Bits are held under XLA's
-# defaults: in contracts, kernels, learner, model, nvfp4 and ops.
+# what a program does, not how a compiler bends it, and leave them out; their slow tests have them, and with --optimized (`make
+# test-all`) all do. Bits are held under XLA's defaults: in contracts, kernels, learner, model, nvfp4 and ops.
 _COMPILED_QUICKLY = {"baselines", "checkpoint", "diagnostics", "experiments", "gguf", "huggingface"}
 
 
@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where the tests run: by default those marked gpu on a GPU, all others on the CPU. With gpu, `pytest --platform=gpu "
         "tests/contracts` holds a GPU's kernels to the contracts",
     )
+    parser.addoption("--optimized", action="store_true", help="compile the programs of all tests with XLA's optimisations")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item):
     import jax
 
-    quickly = item.path.parent.name in _COMPILED_QUICKLY and not any(item.get_closest_marker(name) for name in ("slow", "gpu"))
+    wants_all = item.config.getoption("optimized") or any(item.get_closest_marker(name) for name in ("slow", "gpu"))
+    quickly = item.path.parent.name in _COMPILED_QUICKLY and not wants_all
     if not quickly and os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1":
         jax.clear_caches()  # the option is no part of their keys
     jax.config.update("jax_disable_most_optimizations", quickly)
