@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.baselines import operations as xla
+from minite_jax.model.policy import with_fp8_exact
 from minite_jax.model.substitutes import choose
 from pallas_kernels import dispatch, nvfp4
 from pallas_kernels.numerics import divide, round_to
