@@ -27,17 +27,16 @@ from pallas_kernels import numerics
 from pallas_kernels.attention import mosaic_backward, mosaic_softmax
 from pallas_kernels.attention.api import mosaic_lacks
 from pallas_kernels.attention.mosaic_backward_queries import queries_gradient
+from pallas_kernels.attention.mosaic_tiles import BLOCK, MULTIPLIERS, kernel, slots, take_turns
 from pallas_kernels.grouped_matmul.mosaic_ring import swizzled
 
 __all__ = ["CHUNK_BLOCKS", "Config", "KEY_BLOCK", "attention", "attention_backward"]
 
-KEY_BLOCK = 64  # see `triton.py`: with another number the bits are others
+KEY_BLOCK = BLOCK  # see `triton.py`: with another number the bits are others
 CHUNK_BLOCKS = 32
-_ROWS = 64  # of a multiplier
+_ROWS = BLOCK  # of a multiplier
 _WIDTH = 64  # columns of a row of 128 bytes
-_MULTIPLIERS = 2
 _REGISTERS = (40, 232)  # of a loader's and of a multiplier's thread
-_HOPPER_PROCESSORS = 132
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -141,11 +140,10 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
     G = H // N
     halves = K // _WIDTH
     tokens = _ROWS // G  # of a multiplier
-    tile_tokens = _MULTIPLIERS * tokens
+    tile_tokens = MULTIPLIERS * tokens
     per_row = B * N  # tiles of the same tokens' places
-    num_tiles = T // tile_tokens * per_row
+    my_tiles, number = take_turns(T // tile_tokens * per_row)
     me = lax.axis_index("warpgroup")
-    first, stride = lax.axis_index("block"), lax.axis_size("block")
     math = mosaic_softmax.interpreted if interpret else mosaic_softmax.on_registers
     products = (
         (_array_scores, _array_add_values, _array_scores_and_values) if interpret else (_scores, _add_values, _scores_and_values)
@@ -159,22 +157,14 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
     )
 
     def place(i):
-        """(row of the batch, key/value head, first token, first block of keys, number of blocks) of this block's i-th tile.
-
-        Every other round goes backwards, so that no block has the longest tile of every round.
-        """
-        odd = lax.rem(i, jnp.int32(2)) == 1
-        number = i * stride + jnp.where(odd, stride - 1 - first, first)
-        row, rest = lax.div(number, jnp.int32(per_row)), lax.rem(number, jnp.int32(per_row))
+        """(row of the batch, key/value head, first token, first block of keys, number of blocks) of this block's i-th tile."""
+        row, rest = lax.div(number(i), jnp.int32(per_row)), lax.rem(number(i), jnp.int32(per_row))
         b, n = lax.div(rest, jnp.int32(N)), lax.rem(rest, jnp.int32(N))
         token = (T // tile_tokens - 1 - row) * tile_tokens
         own = lax.div(token, jnp.int32(KEY_BLOCK))
         aligned = own * KEY_BLOCK
         start = lax.div(jnp.maximum(aligned - positions[b, aligned], 0), jnp.int32(KEY_BLOCK))
         return b, n, token, start, own - start + 1
-
-    rounds, rest = divmod(num_tiles, stride)
-    my_tiles = rounds + jnp.where(jnp.where(rounds % 2 == 1, stride - 1 - first, first) < rest, 1, 0)
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(config.stages))
@@ -202,7 +192,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
         def _():
             plgpu.barrier_wait(q_empty)
 
-        for part in range(_MULTIPLIERS):
+        for part in range(MULTIPLIERS):
             for half in range(halves):
                 piece = q.at[b, pl.ds(token + part * tokens, tokens), pl.ds(n * G, G), pl.ds(half * _WIDTH, _WIDTH)]
                 plgpu.copy_gmem_to_smem(piece, q_landing.at[part, half], q_full)
@@ -321,7 +311,7 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
         lax.fori_loop(0, my_tiles, multiply_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(me == _MULTIPLIERS, load_all, multiply_all)
+    lax.cond(me == MULTIPLIERS, load_all, multiply_all)
 
 
 # A function of its own for JAX, because tracing and lowering take a second, and a model has as many calls as layers.
@@ -346,9 +336,6 @@ def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT, *, config: Config = _DEFAULT
     lacks = mosaic_lacks(q_BTHK.shape, N, q_BTHK.dtype)
     if lacks is not None:
         raise NotImplementedError(f"mosaic attention: {lacks}")
-    if processors is None:
-        device = jax.devices()[0]
-        processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS
     # Tiles of shared memory are copied from whole groups of 8 rows, and a block of keys is copied whole.
     T = pl.cdiv(length, KEY_BLOCK) * KEY_BLOCK
     if T > length:
@@ -356,38 +343,29 @@ def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT, *, config: Config = _DEFAULT
         positions_BT = jnp.pad(positions_BT, ((0, 0), (0, T - length)))
     G = H // N
     one_chunk = T <= CHUNK_BLOCKS * KEY_BLOCK
-    queries = (_MULTIPLIERS, K // _WIDTH, _ROWS // G, G, _WIDTH)
-    slots = plgpu.SMEM((config.stages, KEY_BLOCK, K), jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
+    queries = (MULTIPLIERS, K // _WIDTH, _ROWS // G, G, _WIDTH)
     scratch = dict(
         q_smem=_queries(queries, interpret),
-        k_smem=slots,
-        v_smem=slots,
+        k_smem=slots((config.stages, KEY_BLOCK, K)),
+        v_smem=slots((config.stages, KEY_BLOCK, K)),
         out_smem=_queries(queries, interpret),
-        lse_smem=plgpu.SMEM((_MULTIPLIERS, _ROWS), jnp.float32),
-        q_full=plgpu.Barrier(num_arrivals=_MULTIPLIERS * (K // _WIDTH)),
-        q_empty=plgpu.Barrier(num_arrivals=_MULTIPLIERS),
+        lse_smem=plgpu.SMEM((MULTIPLIERS, _ROWS), jnp.float32),
+        q_full=plgpu.Barrier(num_arrivals=MULTIPLIERS * (K // _WIDTH)),
+        q_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS),
         **{f"{name}_full": plgpu.Barrier(num_barriers=config.stages) for name in "kv"},
-        **{f"{name}_empty": plgpu.Barrier(num_arrivals=_MULTIPLIERS, num_barriers=config.stages) for name in "kv"},
+        **{f"{name}_empty": plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=config.stages) for name in "kv"},
     )
     if not one_chunk:
-        sums = (_MULTIPLIERS, K // _WIDTH, _ROWS, _WIDTH)
+        sums = (MULTIPLIERS, K // _WIDTH, _ROWS, _WIDTH)
         scratch["total_smem"] = plgpu.SMEM(sums, jnp.float32, transforms=swizzled(jnp.float32))
     scale = K**-0.5 * numerics.LOG2_E
 
     def body(*refs, **shared):
         _kernel(*refs, config=config, interpret=interpret, one_chunk=one_chunk, scale=scale, **shared)
 
-    out_BTHK, lse_BNR = plgpu.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16), jax.ShapeDtypeStruct((B, N, T * G), jnp.float32)),
-        scratch_types=scratch,
-        grid=(processors,),
-        grid_names=("block",),
-        num_threads=_MULTIPLIERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )(q_BTHK, k_BTNK, v_BTNK, positions_BT.astype(jnp.int32))
+    out_type = jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16), jax.ShapeDtypeStruct((B, N, T * G), jnp.float32)
+    inputs = q_BTHK, k_BTNK, v_BTNK, positions_BT.astype(jnp.int32)
+    out_BTHK, lse_BNR = kernel(body, out_type, scratch, inputs, processors=processors, interpret=interpret)
     lse_BHT = jnp.swapaxes(lse_BNR.reshape(B, N, T, G), 2, 3).reshape(B, H, T)
     return out_BTHK[:, :length], lse_BHT[:, :, :length]
 

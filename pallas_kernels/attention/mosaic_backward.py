@@ -31,16 +31,13 @@ from jax import lax
 
 from pallas_kernels import numerics
 from pallas_kernels.attention import mosaic_softmax
+from pallas_kernels.attention.mosaic_tiles import BLOCK, MULTIPLIERS, kernel, slots, take_turns
 from pallas_kernels.attention.walks import walks
-from pallas_kernels.grouped_matmul.mosaic_ring import swizzled
 
-__all__ = ["BLOCK", "Config", "DEFAULT", "keys_gradient"]
+__all__ = ["Config", "DEFAULT", "keys_gradient"]
 
-BLOCK = 64  # keys of a multiplier, and queries of a step: part of the order of sums
-MULTIPLIERS = 2
 REGISTERS = (24, 240)  # of a loader's and of a multiplier's thread
 _COPIES = 4  # of a step: queries, gradients, log-sum-exps, deltas
-_HOPPER_PROCESSORS = 132
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -58,44 +55,6 @@ class Config:
 
 
 DEFAULT = Config()
-
-
-def slots(shape):
-    """Shared memory for tiles [.., rows, K] bfloat16 that the tensor cores read."""
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
-
-
-def take_turns(num_tiles):
-    """(how many tiles this thread block has, number of its i-th). The first are the longest.
-
-    Every other round goes backwards, so that no block has the longest tile of every round.
-    """
-    first, stride = lax.axis_index("block"), lax.axis_size("block")
-
-    def number(i):
-        odd = lax.rem(i, jnp.int32(2)) == 1
-        return i * stride + jnp.where(odd, stride - 1 - first, first)
-
-    rounds, rest = divmod(num_tiles, stride)
-    return rounds + jnp.where(jnp.where(rounds % 2 == 1, stride - 1 - first, first) < rest, 1, 0), number
-
-
-def kernel(body, out_type, scratch, inputs, *, processors: int | None, interpret):
-    """Runs `body` on as many thread blocks as there are processors (None: the device's): two multipliers and a loader each."""
-    if processors is None:
-        device = jax.devices()[0]
-        processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=scratch,
-        grid=(processors,),
-        grid_names=("block",),
-        num_threads=MULTIPLIERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )(*inputs)
 
 
 def starts_of_blocks(positions_BT):

@@ -20,18 +20,8 @@ from jax import lax
 
 from pallas_kernels import numerics
 from pallas_kernels.attention import mosaic_softmax
-from pallas_kernels.attention.mosaic_backward import (
-    BLOCK,
-    DEFAULT,
-    MULTIPLIERS,
-    REGISTERS,
-    Config,
-    kernel,
-    slots,
-    starts_of_blocks,
-    take_turns,
-    whole_blocks,
-)
+from pallas_kernels.attention.mosaic_backward import DEFAULT, REGISTERS, Config, starts_of_blocks, whole_blocks
+from pallas_kernels.attention.mosaic_tiles import BLOCK, MULTIPLIERS, kernel, slots, take_turns
 
 __all__ = ["queries_gradient"]
 
