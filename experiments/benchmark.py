@@ -48,6 +48,7 @@ cli.revision_flag()
 
 _MODEL = flags.DEFINE_enum("model", "qwen3_30b_a3b", ("qwen3_30b_a3b", "qwen3_8b"), "step: whose width and vocabulary.")
 _LAYERS = flags.DEFINE_integer("layers", 4, "step: how many layers.", lower_bound=1)
+_ROWS = flags.DEFINE_integer("rows", 16, "step: sequences of 1,024 tokens of an update.", lower_bound=1)
 _RECIPES = flags.DEFINE_list("recipes", ["nvfp4", "bf16"], "step: precision recipes, separated by commas.")
 
 COMMANDS = ("kernels", "tune", "step")
@@ -181,7 +182,7 @@ def steps() -> list[dict]:
         raise UserError("there is no GPU here: --quick tries the script with a tiny model on a CPU")
     path = out_path("step", quick)
     config = mt.model.tiny_moe() if quick else getattr(mt.model, _MODEL.value)(num_hidden_layers=_LAYERS.value)
-    width = "a tiny model: these times say nothing" if quick else f"{_MODEL.value}, {_LAYERS.value} layers"
+    width = "a tiny model: these times say nothing" if quick else f"{_MODEL.value}, {_LAYERS.value} layers, {_ROWS.value} sequences an update"
     where, measured = origin(Peers(1)), []
 
     def save() -> list[dict]:
@@ -201,7 +202,7 @@ def steps() -> list[dict]:
         return rows
 
     for recipe in _RECIPES.value:
-        for each in step.measure(config, mt.recipe(recipe), step.TINY if quick else step.Settings()):
+        for each in step.measure(config, mt.recipe(recipe), step.TINY if quick else step.Settings(rows=_ROWS.value)):
             measured.append(each)
             rows = save()
             print(f"{each.program}: {1e3 * each.seconds:.2f} ms, {each.tokens / each.seconds:,.0f} tokens/s", flush=True)
