@@ -182,7 +182,9 @@ def steps() -> list[dict]:
         raise UserError("there is no GPU here: --quick tries the script with a tiny model on a CPU")
     path = out_path("step", quick)
     config = mt.model.tiny_moe() if quick else getattr(mt.model, _MODEL.value)(num_hidden_layers=_LAYERS.value)
-    width = "a tiny model: these times say nothing" if quick else f"{_MODEL.value}, {_LAYERS.value} layers, {_ROWS.value} sequences an update"
+    width = "a tiny model: these times say nothing"
+    if not quick:
+        width = f"{_MODEL.value}, {_LAYERS.value} layers, {_ROWS.value} sequences an update"
     where, measured = origin(Peers(1)), []
 
     def save() -> list[dict]:
