@@ -212,7 +212,7 @@ def make_update(
         num_tokens = jnp.maximum(jnp.sum(batch.mask), 1).astype(jnp.float32)
         loss, log_probs_BT, entropy, grads = gradients(state.params, policy, batch, num_tokens)
         with jax.named_scope("optimizer"):
-            grad_norm = optax.global_norm(grads)
+            grad_norm = optax.tree.norm(grads)
             steps, opt_state = optimizer.update(grads, state.opt_state, state.params)
             new_params = optax.apply_updates(state.params, steps)
             applied = jnp.any(batch.mask) & jnp.isfinite(grad_norm) & _all_finite(new_params)
