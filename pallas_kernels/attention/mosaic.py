@@ -365,7 +365,7 @@ def attention(q_BTHK, k_BTNK, v_BTNK, positions_BT, *, config: Config = _DEFAULT
 
     out_type = jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16), jax.ShapeDtypeStruct((B, N, T * G), jnp.float32)
     inputs = q_BTHK, k_BTNK, v_BTNK, positions_BT.astype(jnp.int32)
-    out_BTHK, lse_BNR = kernel(body, out_type, scratch, inputs, processors=processors, interpret=interpret)
+    out_BTHK, lse_BNR = kernel("attention", body, out_type, scratch, inputs, processors=processors, interpret=interpret)
     lse_BHT = jnp.swapaxes(lse_BNR.reshape(B, N, T, G), 2, 3).reshape(B, H, T)
     return out_BTHK[:, :length], lse_BHT[:, :, :length]
 

@@ -320,5 +320,6 @@ def keys_gradient(
 
     gradient = jax.ShapeDtypeStruct((B, blocks * BLOCK, N, K), jnp.bfloat16)
     inputs = *whole_blocks(q_BTHK, k_BTNK, v_BTNK, lse_BHT, delta_BHT, g_BTHK), starts_BI, middles_BI, ends_BI
-    dk_BTNK, dv_BTNK = kernel(body, (gradient, gradient), scratch, inputs, processors=processors, interpret=interpret)
+    options = dict(processors=processors, interpret=interpret)
+    dk_BTNK, dv_BTNK = kernel("attention_keys_gradient", body, (gradient, gradient), scratch, inputs, **options)
     return dk_BTNK[:, :length], dv_BTNK[:, :length]

@@ -219,4 +219,5 @@ def queries_gradient(
 
     gradient = jax.ShapeDtypeStruct((B, starts_BI.shape[1] * BLOCK, H, K), jnp.bfloat16)
     inputs = *whole_blocks(q_BTHK, k_BTNK, v_BTNK, lse_BHT, delta_BHT, g_BTHK), starts_BI
-    return kernel(body, gradient, scratch, inputs, processors=processors, interpret=interpret)[:, :length]
+    options = dict(processors=processors, interpret=interpret)
+    return kernel("attention_queries_gradient", body, gradient, scratch, inputs, **options)[:, :length]

@@ -9,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import dispatch, gpu
 from pallas_kernels.grouped_matmul.mosaic_ring import swizzled
 
 __all__ = ["BLOCK", "MULTIPLIERS", "kernel", "slots", "take_turns"]
@@ -38,8 +39,18 @@ def take_turns(num_tiles: int):
     return rounds + jnp.where(jnp.where(rounds % 2 == 1, stride - 1 - first, first) < rest, 1, 0), number
 
 
-def kernel(body, out_type, scratch, inputs, *, processors: int | None, interpret):
-    """Runs `body` on as many thread blocks as there are processors (None: the device's): two multipliers and a loader each."""
+def kernel(name, body, out_type, scratch, inputs, *, processors: int | None, interpret):
+    """Runs `body` on as many thread blocks as there are processors (None: the device's): two multipliers and a loader each.
+
+    Args:
+      name: what profiles call it.
+      body: function of references to the inputs, to the outputs and, by name, to `scratch`.
+      out_type: shape and type of the output, or a tuple of several.
+    """
+    if dispatch.planned_capability() is not None:
+        planned = gpu.plan(name, jax.tree.leaves(out_type), *inputs)
+        return jax.tree.unflatten(jax.tree.structure(out_type), planned)
+    body.__name__ = name
     if processors is None:
         device = jax.devices()[0]
         processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS

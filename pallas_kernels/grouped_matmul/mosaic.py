@@ -224,7 +224,8 @@ def multiply(a, b, group_sizes=None, a_outer=None, b_outer=None, *, out_dtype=jn
         b_smem = two_views((config.stages, columns, block_k), b.dtype)
     out_type = jax.ShapeDtypeStruct((padded, n), out_dtype)
     options = dict(copies=MULTIPLIERS + 1, processors=processors, interpret=interpret)
-    return run(work, inputs, config, out_type, a_smem, b_smem, **options)[:m]
+    name = ("grouped_matmul" if grouped else "matmul") + ("_dgrad" if transposed else "")
+    return run(name, work, inputs, config, out_type, a_smem, b_smem, **options)[:m]
 
 
 # --- sums over rows ------------------------------------------------------------------------------------------------------------
@@ -253,6 +254,7 @@ def multiply_transposed(
     _check(g, x, n, k, jnp.float32, rows_in_order=False)
     if config.columns % (64 * MULTIPLIERS):
         raise ValueError(f"mosaic sum over rows: columns must be a multiple of {64 * MULTIPLIERS}, got {config.columns}")
+    name = "matmul_wgrad" if group_sizes is None else "grouped_matmul_wgrad"
     if group_sizes is None:
         group_sizes = jnp.full((1,), m, jnp.int32)
     num_groups = group_sizes.shape[0]
@@ -339,4 +341,4 @@ def multiply_transposed(
         g, x = (each.reshape(each.shape[0], -1, 64) for each in (g, x))
     inputs = g, x, ends_E - sizes_E, ends_E
     options = dict(copies=2 * _ROWS_OF_STEP // 8, processors=processors, interpret=interpret)
-    return run(work, inputs, config, out_type, a_smem, b_smem, **options)
+    return run(name, work, inputs, config, out_type, a_smem, b_smem, **options)

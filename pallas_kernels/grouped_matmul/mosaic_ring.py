@@ -306,11 +306,12 @@ def skip_steps(ring: Ring, steps, slot_of) -> None:
 
 
 def run(
-    work_of, inputs, config: Config, out_type, a_smem, b_smem, *, copies: int, processors: int | None, interpret
+    name, work_of, inputs, config: Config, out_type, a_smem, b_smem, *, copies: int, processors: int | None, interpret
 ) -> jax.Array:
     """Runs a kernel.
 
     Args:
+      name: what profiles call it.
       work_of: (references to the inputs, reference to the output, the ring) -> `Work`.
       inputs: arrays.
       config: how the work is cut.
@@ -321,7 +322,7 @@ def run(
       interpret: parameters of Pallas's interpreter, for a machine without a GPU.
     """
     if dispatch.planned_capability() is not None:
-        return gpu.plan("mosaic", [out_type], *inputs)[0]
+        return gpu.plan(name, [out_type], *inputs)[0]
     if processors is None:
         device = jax.devices()[0]
         processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS
@@ -338,6 +339,7 @@ def run(
 
         lax.cond(lax.axis_index("multiplier") == MULTIPLIERS, load, multiply_all)
 
+    body.__name__ = name
     return plgpu.kernel(
         body,
         out_type=out_type,
