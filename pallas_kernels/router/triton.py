@@ -1,9 +1,10 @@
 """MoE router on a GPU, in two kernels: logits of tiles of tokens and experts, then softmax and top-k of each token.
 
 The weight is float32 and the tokens are bfloat16, which the tensor cores cannot multiply by each other. So the weight is cut into
-three bfloat16 numbers whose sum it is (8 of its 24 bits each): products are exact, and they are added in float32, the small
-ones first, sums of DEPTH products apart from each other. No TF32 and no rounding of the weight is in it, logits keep the bound
-of a float32 product, and it is ten times as fast. Tokens in float32 (the `fp32` recipe) go to the ordinary cores ("ieee").
+three bfloat16 numbers whose sum it is (8 of its 24 bits each; what is below 2^-133 is lost): products are exact, and they are
+added in float32, the small ones first, sums of DEPTH products apart from each other. No TF32 and no rounding of the weight is in
+it, logits keep the bound of a float32 product, and it is ten times as fast. Tokens in float32 (the `fp32` recipe) go to the
+ordinary cores ("ieee").
 
 Every tile walks through D in the same steps, so a token's bits do not depend on how many there are. They are not the reference's
 bits: its matrix product adds in another order.
@@ -22,6 +23,7 @@ _FEW_TOKENS, _TILE_TOKENS = 16, 64  # columns: few, so that decoding has more pr
 _MANY_TOKENS = 512  # from here on there are programs enough
 _DEPTH = 64  # products that are summed on their own: part of the order of sums
 _CHOICE_NUMBERS = 512  # that a program of one warp keeps
+_UNROLLED = tl.constexpr(16)  # choices in a row; of all of 128 experts a compiler makes a program that takes it 20 s
 _SMALLEST = tl.constexpr(-0x80000000)
 
 
@@ -64,6 +66,17 @@ def _logits_kernel(
 
 
 @triton.jit
+def _choose(r, keys, powers, chosen, numbers, expert, rank, SIZE_E: tl.constexpr):
+    """Takes the largest key of each row, the r-th choice, and leaves the others."""
+    largest = tl.max(keys, axis=1)[:, None]
+    number = tl.min(tl.where(keys == largest, expert, SIZE_E), axis=1)[:, None]
+    is_number = expert == number
+    power = tl.sum(tl.where(is_number, powers, 0.0), axis=1)[:, None]  # of zeros and one number: exact
+    keys = tl.where(is_number, _SMALLEST, keys)
+    return keys, tl.where(rank == r, power, chosen), tl.where(rank == r, number, numbers)
+
+
+@triton.jit
 def _choice_kernel(
     logits, num_rows, weights, experts,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -80,14 +93,12 @@ def _choice_kernel(
     rank = tl.arange(0, SIZE_K)[None, :]
     chosen = tl.zeros((ROWS, SIZE_K), tl.float32)
     numbers = tl.zeros((ROWS, SIZE_K), tl.int32)
-    for r in tl.static_range(TOP_K):
-        largest = tl.max(keys, axis=1)[:, None]
-        number = tl.min(tl.where(keys == largest, expert, SIZE_E), axis=1)[:, None]
-        is_number = expert == number
-        power = tl.sum(tl.where(is_number, powers, 0.0), axis=1)[:, None]  # of zeros and one number: exact
-        chosen = tl.where(rank == r, power, chosen)
-        numbers = tl.where(rank == r, number, numbers)
-        keys = tl.where(is_number, _SMALLEST, keys)
+    if TOP_K <= _UNROLLED:
+        for r in tl.static_range(TOP_K):
+            keys, chosen, numbers = _choose(r, keys, powers, chosen, numbers, expert, rank, SIZE_E)
+    else:
+        for r in range(TOP_K):
+            keys, chosen, numbers = _choose(r, keys, powers, chosen, numbers, expert, rank, SIZE_E)
     if NORMALIZE:
         total = ordered_sum(chosen, ROWS, SIZE_K)
     else:

@@ -9,6 +9,8 @@ _SHAPES = {
     "8 experts": (20, 64, 8, 2, True),
     "12 experts, not normalised": (5, 40, 12, 3, False),
     "4 experts, all chosen": (5, 48, 4, 4, True),
+    "1 expert": (3, 16, 1, 1, False),
+    "66 experts, 20 chosen": (3, 70, 66, 20, True),  # two tiles of experts and of the width, neither full; a loop
 }
 
 
@@ -47,7 +49,8 @@ def _compiled():
     for kind in (jnp.bfloat16, jnp.float32):
         inputs = array((64, 2048), kind), array((128, 2048), jnp.float32), 64
         yield f"logits, {kind.__name__}", triton.logits_launch(64, 2048, 128, kind), inputs
-    yield "choice", triton.choice_launch(64, 128, 8, True), (array((64, 128), jnp.float32), 64)
+    for top_k in (8, 128):  # 128: what a trace of all probabilities asks for
+        yield f"choice, {top_k}", triton.choice_launch(64, 128, top_k, True), (array((64, 128), jnp.float32), 64)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
