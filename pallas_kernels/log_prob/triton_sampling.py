@@ -35,6 +35,9 @@ _CHUNK = 4096
 # Logits that a draw holds at once: beyond so many bytes rows are drawn in groups.
 _DRAW_BYTES = 2**29
 
+# A smaller top_p is 0 in float32, and nothing lies before that. The most probable token of all has more, so this keeps it too.
+_SMALLEST_MASS = 2.0**-100
+
 _SIGN = tl.constexpr(0x80000000)
 _DIGITS = 8
 _LAST = tl.constexpr(_DIGITS)
@@ -324,7 +327,7 @@ def cut(logits_MV, truncation, *, run=gpu.run) -> tuple[jax.Array, jax.Array]:
     if 0 < truncation.top_k < vocab_size:
         found = _cut(run, logits_MV, found, temperature, float(truncation.top_k), by_mass=False)
     if truncation.top_p < 1.0 or found is None:
-        found = _cut(run, logits_MV, found, temperature, float(truncation.top_p), by_mass=True)
+        found = _cut(run, logits_MV, found, temperature, max(truncation.top_p, _SMALLEST_MASS), by_mass=True)
     return found
 
 

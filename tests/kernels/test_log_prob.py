@@ -16,6 +16,7 @@ _CHUNK = 64
 _KEPT = {
     "top-k, one chunk": (Truncation(top_k=7), 40),
     "top-p, one chunk": (Truncation(temperature=0.7, top_p=0.8), 40),
+    "top-p, the first token alone": (Truncation(top_p=1e-50), 20),
     "both, two chunks, odd": (Truncation(temperature=1.3, top_k=50, top_p=0.95), 101),
 }
 
