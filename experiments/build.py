@@ -14,7 +14,8 @@ from minite_jax.errors import UserError
 from minite_jax.learner import OptimizerConfig, grpo_loss, make_optimizer, make_update, negative_log_likelihood
 from minite_jax.model.policy import check_recipe
 from minite_jax.sampler import Rollouts, SamplingParams
-from minite_jax.sampler.sampling import generate, pad_prompts
+from minite_jax.sampler.requests import pad_prompts
+from minite_jax.sampler.sampling import generate
 from minite_jax.tasks import TASKS, Task
 from pallas_kernels.log_prob import Truncation
 

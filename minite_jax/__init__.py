@@ -36,7 +36,7 @@ _NAMES: dict[str, str] = {
     "prepare": "minite_jax.model.policy",
     "recipe": "minite_jax.precision.recipe",
     "Rollouts": "minite_jax.sampler.sampling",
-    "SamplingParams": "minite_jax.sampler.sampling",
+    "SamplingParams": "minite_jax.sampler.requests",
     "sample": "minite_jax.sampler.sampling",
     "stream": "minite_jax.sampler.sampling",
     "Tokenizer": "minite_jax.text.tokenizer",

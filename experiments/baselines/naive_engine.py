@@ -29,7 +29,8 @@ from minite_jax.model.config import ModelConfig
 from minite_jax.model.params import NORM, ROUTER, abstract_params
 from minite_jax.model.policy import check_recipe
 from minite_jax.precision.recipe import ATTENTION, EXPERTS, MLP, Recipe
-from minite_jax.sampler.sampling import FINISH_LENGTH, FINISH_STOP, Rollouts, SamplingParams, request_keys
+from minite_jax.sampler.requests import SamplingParams
+from minite_jax.sampler.sampling import FINISH_LENGTH, FINISH_STOP, Rollouts, request_keys
 
 
 def _copy_weights(params, config, recipe):
@@ -176,7 +177,7 @@ def generate(
       config: shape of the model; static.
       recipe: says which matmuls are quantised, and the type of the others. Its scale rules are not used.
         Static.
-      prompt_tokens: [P, L] int32, padded behind each prompt, see `minite_jax.sampler.sampling.pad_prompts`.
+      prompt_tokens: [P, L] int32, padded behind each prompt, see `minite_jax.sampler.requests.pad_prompts`.
       prompt_lengths: [P] int32, at least 1.
       request_ids: [P] uint32 that seed the prompts.
       key: typed PRNG key.

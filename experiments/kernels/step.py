@@ -21,7 +21,8 @@ from experiments.kernels import trace
 from minite_jax.learner import Batch, OptimizerConfig, grpo_loss, init_state, make_optimizer, make_update
 from minite_jax.metrics.plots import new_figure, save_figure
 from minite_jax.model.config import ModelConfig
-from minite_jax.sampler.sampling import generate, pad_prompts
+from minite_jax.sampler.requests import pad_prompts
+from minite_jax.sampler.sampling import generate
 
 COLUMNS = (
     dict(key="program", label="program", unit=""),

@@ -26,13 +26,8 @@ from minite_jax.model.forward import hidden_states, logits_of, scored_tokens
 from minite_jax.model.params import path_name
 from minite_jax.model.policy import Policy
 from minite_jax.model.taps import Taps, tensor_names
-from minite_jax.sampler.sampling import (
-    Rollouts,
-    SamplingParams,
-    next_token,
-    pad_prompts,
-    start_sampling,
-)
+from minite_jax.sampler.requests import SamplingParams, pad_prompts
+from minite_jax.sampler.sampling import Rollouts, next_token, start_sampling
 from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits
 
 SCORED = "scored"  # rows whose next token has a log-prob

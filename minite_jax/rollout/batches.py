@@ -7,7 +7,8 @@ import numpy as np
 
 from minite_jax.learner.advantages import group_advantages
 from minite_jax.learner.update import Batch
-from minite_jax.sampler.sampling import Rollouts, padded_length
+from minite_jax.sampler.requests import padded_length
+from minite_jax.sampler.sampling import Rollouts
 from minite_jax.tasks.base import Example, Task
 
 

@@ -4,9 +4,7 @@ cache.
 Let P be prompts, G samples per prompt, B = P G rollouts (prompt-major), L the padded prompt length, C the most new tokens.
 """
 
-import dataclasses
 import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import no_type_check
 
@@ -21,75 +19,10 @@ from minite_jax.model.cache import PagedCache, init_cache, pages_for_samples
 from minite_jax.model.forward import hidden_states, logits_of
 from minite_jax.model.policy import Policy
 from minite_jax.model.taps import Taps
-from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits, sample_tokens
+from minite_jax.sampler.requests import SamplingParams, checked
+from pallas_kernels.log_prob import kept_tokens, log_prob_of_logits, sample_tokens
 
 FINISH_LENGTH, FINISH_STOP = 0, 1
-
-# Prompts are padded to a multiple of this, so that batches of similar length share one compiled program.
-_PROMPT_BUCKET = 8
-# A smaller float32 is subnormal, and devices may take it for 0.
-_SMALLEST_TEMPERATURE = 2.0**-126
-
-
-def _integer(name: str, value) -> int:
-    """A Python int. No bool and no float, even a whole one: both come from mistakes."""
-    try:
-        if np.asarray(value).dtype.kind == "b":
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name}={value!r} must be an integer") from None
-
-
-def _integers(name: str, values) -> np.ndarray:
-    """One axis of integers as a numpy array."""
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise ValueError(f"{name} must be integers on one axis, not {array.dtype} of shape {array.shape}")
-    return array
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to sample.
-
-    Attributes:
-      n: samples per prompt, all from one prefill.
-      temperature: 0 means greedy; else at least 2^-126.
-      top_p: keep the most probable tokens until they reach this probability; 1.0: all.
-      top_k: keep this many tokens; 0 or -1: all.
-      max_tokens: most new tokens per sample.
-      stop_ids: a sample ends with the first of these tokens; the stop token belongs to the sample and is counted in the mask.
-
-    Raises:
-      ValueError: a value out of range, or a number that must be an integer and is none.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 64
-    stop_ids: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        for name in ("n", "max_tokens", "top_k"):
-            object.__setattr__(self, name, _integer(name, getattr(self, name)))
-        if self.n < 1:
-            raise ValueError(f"n={self.n} must be at least 1")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        if np.ndim(self.stop_ids) != 1:
-            raise ValueError(f"stop_ids={self.stop_ids!r} must be a sequence of integers")
-        object.__setattr__(self, "stop_ids", tuple(_integer("each of stop_ids", i) for i in self.stop_ids))
-        self.truncation  # noqa: B018  (checks temperature and top_p)
-        if 0.0 < self.temperature < _SMALLEST_TEMPERATURE:
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least 2**-126")
-
-    @property
-    def truncation(self) -> Truncation:
-        """The log-prob convention that goes with these parameters; the learner takes the same object."""
-        return Truncation(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 @flax.struct.dataclass
@@ -174,7 +107,7 @@ def sample(
         that do not match or are out of range, a prefill_chunk below 1, a raw key, or a key of another kind than threefry: the
         others draw for a whole batch at once, so a row would feel its neighbours.
     """
-    arrays = _checked(policy, prompts, params, key, request_ids, prefill_chunk)
+    arrays = checked(policy, prompts, params, key, request_ids, prefill_chunk)
     return generate(policy, *arrays, key, params, prefill_chunk)
 
 
@@ -204,7 +137,7 @@ def stream(
     """
     if params.n != 1:
         raise ValueError(f"n={params.n}: a stream is one completion; use sample, or one stream for each request_id")
-    tokens_PL, length_P, request_P = _checked(policy, [prompt], params, key, [request_id], prefill_chunk)
+    tokens_PL, length_P, request_P = checked(policy, [prompt], params, key, [request_id], prefill_chunk)
     return _stream(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk)
 
 
@@ -216,60 +149,6 @@ def _stream(policy, tokens_PL, length_P, request_P, key, params, prefill_chunk):
         yield int(token), float(log_prob)
         if done:
             return
-
-
-def _checked(policy, prompts, params, key, request_ids, prefill_chunk):
-    """The arguments of `sample` as arrays: tokens [P, L], lengths [P], request ids [P]; or a ValueError."""
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
-        kind = f"{key.dtype} of shape {key.shape}" if hasattr(key, "dtype") else type(key).__name__
-        raise ValueError(f"key is {kind}: sampling needs one typed key, jax.random.key(seed)")
-    if str(jax.random.key_impl(key)) != "threefry2x32":
-        raise ValueError(f"a key of kind {jax.random.key_impl(key)}: sampling needs jax.random.key(seed, impl='threefry2x32')")
-    vocab_size = policy.config.vocab_size
-    for stop_id in params.stop_ids:
-        if not 0 <= stop_id < vocab_size:
-            raise ValueError(f"stop_ids holds {stop_id}, outside the vocabulary 0..{vocab_size - 1}: it would never stop")
-    if prefill_chunk is not None:
-        prefill_chunk = _integer("prefill_chunk", prefill_chunk)
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1, or None for the whole prompt at once")
-    tokens_PL, length_P = pad_prompts(prompts, vocab_size)
-    ids = range(len(prompts)) if request_ids is None else request_ids
-    if len(ids) != len(prompts):
-        raise ValueError(f"{len(ids)} request_ids for {len(prompts)} prompts; give one for each")
-    ids_P = _integers("request_ids", ids)
-    outside = ids_P[(ids_P < 0) | (ids_P > 2**32 - 1)]
-    if outside.size:
-        raise ValueError(f"request_ids holds {outside[0]}, outside 0..2**32-1")
-    return tokens_PL, length_P, jnp.asarray(ids_P.astype(np.uint32))
-
-
-def padded_length(length: int) -> int:
-    """The length that prompts of at most `length` tokens are padded to: the next multiple of 8."""
-    return -(-length // _PROMPT_BUCKET) * _PROMPT_BUCKET
-
-
-def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as an int32 array [P, L], L a multiple of 8, padded with 0 behind each prompt, and their lengths [P].
-
-    Raises:
-      ValueError: no prompt, an empty prompt, a token outside the vocabulary, or one that is not an integer.
-    """
-    if not len(prompts):
-        raise ValueError("no prompts: give at least one")
-    length_P = np.array([len(p) for p in prompts], np.int32)
-    if (length_P == 0).any():
-        raise ValueError(
-            f"prompt {int(np.argmin(length_P))} is empty; a prompt needs at least one token, for example a start token"
-        )
-    tokens_PL = np.zeros((len(prompts), padded_length(int(length_P.max()))), np.int32)
-    for p, prompt in enumerate(prompts):
-        row = _integers(f"prompt {p}", prompt)
-        outside = row[(row < 0) | (row >= vocab_size)]
-        if outside.size:
-            raise ValueError(f"prompt {p} holds token {outside[0]}, outside the vocabulary 0..{vocab_size - 1}")
-        tokens_PL[p, : len(row)] = row
-    return tokens_PL, length_P
 
 
 def request_keys(key, request_ids: UInt[Array, "P"], n: int):
@@ -360,9 +239,7 @@ def next_token(policy, key_B, state, params, taps: Taps | None = None):
     done_B = state.done | jnp.any(token_B[:, None] == stop_ids[None, :], axis=1)
     # A finished sample's row goes on, without pages, and nobody reads what comes of it.
     cache = state.cache.release(done_B)
-    hidden_B1D, cache = hidden_states(
-        policy, token_B[:, None], cache, num_new=(~done_B).astype(jnp.int32), taps=taps
-    )
+    hidden_B1D, cache = hidden_states(policy, token_B[:, None], cache, num_new=(~done_B).astype(jnp.int32), taps=taps)
     return _Decoding(
         step=state.step + 1,
         cache=cache,

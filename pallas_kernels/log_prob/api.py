@@ -17,6 +17,10 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch, operands
+from pallas_kernels.scalars import integer, real
+
+# Logits up to 2^27 stay finite when they are divided by it. Infinite ones would have no order, and log-probs of NaN.
+_SMALLEST_TEMPERATURE = 2.0**-100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +28,13 @@ class Truncation:
     """What is done to logits before softmax.
 
     Attributes:
-      temperature: logits are divided by it; 0 means greedy.
+      temperature: logits are divided by it; 0 means greedy, else at least 2^-100.
       top_k: keep the k largest logits, ties to the lower index; 0 or less, or k >= V: keep all.
       top_p: keep the most probable tokens, in falling order, until their probability (after temperature and top-k) reaches
         top_p; at least one; 1.0: keep all.
 
     Raises:
-      ValueError: a temperature below 0 or a top_p outside (0, 1].
+      ValueError: a temperature below 0 or too small to divide by, a top_p outside (0, 1], or no numbers.
     """
 
     temperature: float = 1.0
@@ -38,8 +42,12 @@ class Truncation:
     top_p: float = 1.0
 
     def __post_init__(self):
+        for name, kind in (("temperature", real), ("top_k", integer), ("top_p", real)):
+            object.__setattr__(self, name, kind(name, getattr(self, name)))
         if not (0.0 <= self.temperature < float("inf")):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+        if 0.0 < self.temperature < _SMALLEST_TEMPERATURE:
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least 2**-100")
         if not (0.0 < self.top_p <= 1.0):
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]; 1.0 keeps every token")
 

@@ -11,7 +11,8 @@ import minite_jax as mt
 from experiments.baselines import naive_engine
 from minite_jax.diagnostics.gap import gap_metrics
 from minite_jax.model.config import tiny_dense, tiny_moe
-from minite_jax.sampler.sampling import FINISH_LENGTH, FINISH_STOP, pad_prompts
+from minite_jax.sampler.requests import pad_prompts
+from minite_jax.sampler.sampling import FINISH_LENGTH, FINISH_STOP
 
 pytestmark = pytest.mark.timeout(1200)  # programs compile for minutes on a machine with other load
 

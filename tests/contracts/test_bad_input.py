@@ -8,6 +8,7 @@ import pytest
 
 import minite_jax as mt
 from minite_jax.model import tiny_dense, tiny_moe
+from pallas_kernels.log_prob import Truncation
 
 CONFIG = tiny_dense(num_hidden_layers=1)
 
@@ -48,6 +49,12 @@ def policy(params):
         ([[1], [2, 2.5]], "prompt 1 must be integers on one axis, not float64 of shape (2,)"),
         ([np.float32([1, 2])], "prompt 0 must be integers on one axis, not float32 of shape (2,)"),
         ([[True, False]], "prompt 0 must be integers on one axis, not bool"),
+        ([1, 2, 3], "prompt 0 is 1; each prompt must be a list of token ids, such as [[1, 2, 3]] for one"),
+        ([[1], np.array(2)], "prompt 1 is array(2); each prompt must be a list of token ids"),
+        (5, "prompts is of type int; give a list of lists of token ids, such as [[1, 2, 3]]"),
+        (iter([[1]]), "prompts is of type list_iterator; give a list of lists"),
+        ("Hi", "prompt 0 must be integers on one axis, not <U1 of shape ()"),
+        ([[[1], [2, 3]]], "prompt 0 must be integers on one axis, not lists of unequal length"),
         ([[[1, 2]]], "prompt 0 must be integers on one axis, not int64 of shape (1, 2)"),
     ],
 )
@@ -63,6 +70,7 @@ def test_request_ids(policy):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
+        (dict(request_ids=3), "request_ids must be integers on one axis, not int64 of shape ()"),
         (dict(request_ids=[0.5]), "request_ids must be integers on one axis, not float64"),
         (dict(request_ids=np.array([True])), "request_ids must be integers on one axis, not bool"),
         (dict(request_ids=[-1]), "request_ids holds -1, outside 0..2**32-1"),
@@ -90,6 +98,7 @@ def test_arguments_of_stream(policy):
     message = _message(mt.stream, policy, [1], mt.SamplingParams(n=2), key=key)
     assert message == "n=2: a stream is one completion; use sample, or one stream for each request_id"
     assert _message(mt.stream, policy, [], mt.SamplingParams(), key=key).startswith("prompt 0 is empty")
+    assert _message(mt.stream, policy, 5, mt.SamplingParams(), key=key).startswith("prompt 0 is 5; each prompt must be a list")
     assert "request_ids holds -1" in _message(mt.stream, policy, [1], mt.SamplingParams(), key=key, request_id=-1)
     assert "outside the vocabulary" in _message(mt.stream, policy, [1], mt.SamplingParams(stop_ids=(256,)), key=key)
 
@@ -101,7 +110,11 @@ def test_arguments_of_stream(policy):
         (dict(max_tokens=0), "max_tokens=0 must be at least 1"),
         (dict(temperature=-0.1), "temperature=-0.1 must be 0 (greedy) or a positive number"),
         (dict(temperature=float("nan")), "temperature=nan must be 0 (greedy) or a positive number"),
-        (dict(temperature=1e-40), "temperature=1e-40 must be 0 (greedy) or at least 2**-126"),
+        (dict(temperature=1e-40), "temperature=1e-40 must be 0 (greedy) or at least 2**-100"),
+        (dict(temperature=2.0**-101), "must be 0 (greedy) or at least 2**-100"),
+        (dict(temperature="0.7"), "temperature='0.7' must be a number"),
+        (dict(temperature=True), "temperature=True must be a number"),
+        (dict(top_p=None), "top_p=None must be a number"),
         (dict(n=2.0), "n=2.0 must be an integer"),
         (dict(n=True), "n=True must be an integer"),
         (dict(max_tokens=1.5), "max_tokens=1.5 must be an integer"),
@@ -123,7 +136,14 @@ def test_sampling_params_take_integers_of_numpy():
     params = mt.SamplingParams(n=np.int32(2), max_tokens=np.int64(3), top_k=np.uint8(4), stop_ids=np.array([5, 6]))
     assert params == mt.SamplingParams(n=2, max_tokens=3, top_k=4, stop_ids=(5, 6))
     assert hash(params) == hash(mt.SamplingParams(n=2, max_tokens=3, top_k=4, stop_ids=(5, 6)))
-    assert mt.SamplingParams(temperature=2.0**-126).temperature == 2.0**-126
+
+
+def test_sampling_params_take_numbers_of_any_kind():
+    """And keep Python's: arrays are no settings of a compiled program."""
+    params = mt.SamplingParams(temperature=jnp.float32(0.5), top_p=np.float16(0.5), top_k=jnp.int32(3))
+    assert hash(params) == hash(mt.SamplingParams(temperature=0.5, top_p=0.5, top_k=3))
+    assert [type(x) for x in (params.temperature, params.top_p, params.top_k)] == [float, float, int]
+    assert mt.SamplingParams(temperature=1).truncation == Truncation() == mt.SamplingParams(temperature=np.ones(())).truncation
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,14 @@ def test_temperature_divides_logits_before_the_softmax():
     assert float(log_prob[0]) == pytest.approx(-0.018150, abs=1e-6)
 
 
+def test_the_smallest_temperature_is_finite_and_takes_the_largest_logit():
+    """At 2^-126 logits of 5 are infinite, all of them alike."""
+    logits, cold = jnp.asarray([[-90.0, 60.0, 60.5, 60.25]]), Truncation(temperature=2.0**-100)
+    token = sample_tokens(logits, jax.random.split(jax.random.key(0), 1), cold, None)
+    log_prob, entropy = log_prob_of_logits(logits, token, cold, None)
+    assert (token.tolist(), log_prob.tolist(), entropy.tolist()) == ([2], [0.0], [0.0])
+
+
 def test_greedy_is_finite_and_ties_go_to_the_lower_index():
     logits, greedy = jnp.asarray([[0.0, 1.0, 1.0]]), Truncation(temperature=0.0)
     token = sample_tokens(logits, jax.random.split(jax.random.key(0), 1), greedy, None)
