@@ -12,6 +12,7 @@ from jax import lax
 
 import pallas_kernels
 from minite_jax.sampler import sampling
+from minite_jax.sampler.requests import pad_prompts
 from pallas_kernels.rows import map_row_tiles
 
 GAP = "train_rollout_logprob_abs_diff"
@@ -86,7 +87,7 @@ def test_a_sampler_without_fixed_reductions_shows(world, in_tiles, monkeypatch):
             if hasattr(module, name):
                 own_sum = lambda x, axis=-1: replaced.append(x) or jnp.sum(x.astype(jnp.float32), axis=axis)  # noqa: E731
                 monkeypatch.setattr(module, name, own_sum)
-    tokens, lengths = sampling.pad_prompts(world.prompts, world.config.vocab_size)
+    tokens, lengths = pad_prompts(world.prompts, world.config.vocab_size)
     free = jax.jit(sampling.generate.__wrapped__, static_argnames="params")  # a program of its own, traced here
     ids = jnp.arange(len(tokens), dtype=jnp.uint32)
     rollouts = free(world.policy, jnp.asarray(tokens), jnp.asarray(lengths), ids, jax.random.key(0), world.sampling)
