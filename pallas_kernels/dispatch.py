@@ -1,8 +1,8 @@
 """Which implementation of an operation runs: explicit, printed once, never a silent fallback.
 
 "reference": plain jnp, the specification, on every device. "triton": kernels for NVIDIA GPUs. "mosaic": Pallas kernels for
-Hopper, which the matmuls of bfloat16 and E4M3 have. The default is a kernel on a GPU and "reference" elsewhere; `prefer` changes
-it for a whole program, and every operation takes ``implementation=``.
+Hopper, which the matmuls of bfloat16 and E4M3 have, and attention of packed rows in bfloat16. The default is a kernel on a GPU
+and "reference" elsewhere; `prefer` changes it for a whole program, and every operation takes ``implementation=``.
 
 `planned` lets a machine without a GPU trace the programs that a GPU would run, to look at them: their shapes, their memory.
 """

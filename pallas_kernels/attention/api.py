@@ -36,7 +36,7 @@ def mosaic_lacks(q_shape: tuple[int, ...], num_kv_heads: int, dtype) -> str | No
         return None
     return (
         f"no kernel for q {q_shape} in {dtype} with {num_kv_heads} key/value heads: there is bfloat16, head dimensions "
-        "64 and 128, and 2, 4, 8, 16, 32 or 64 query heads per key/value head"
+        "64 and 128, 2, 4, 8, 16, 32 or 64 query heads per key/value head, and no empty array"
     )
 
 
@@ -88,7 +88,8 @@ def attention(
 
     Token t of row b stands at ``positions[b, t]`` of its sequence and attends the tokens ``t - positions[b, t] .. t`` of that
     row. Sequences packed one after another into a row start at multiples of `key_block`; a plain batch has positions
-    ``arange(T)``. Padding may carry any position up to t: it attends something, and no token of a sequence attends it.
+    ``arange(T)``. Padding may carry any position up to t: it attends something, and no token of a sequence attends it. It must be
+    finite all the same: kernels multiply values that a token does not see by a weight of 0.
 
     Args:
       q: [B, T, H, K] bfloat16 or float32. T need not be a multiple of the key block.
