@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 CASES = [f"{op}-{dtype}" for op in ("combine", "combine_backward", "undispatch") for dtype in ("bfloat16", "float32")]
+WIDTHS = (1, 4101, 8300)  # of one, two and four warps a token in the backward, none full
 
 
 def _interpreted():
@@ -27,6 +28,11 @@ def _interpreted():
         expected = jax.jit(combine_reference.combine_backward)(*inputs, g)
         yield f"combine_backward-{dtype}", combine.combine_backward_launch(*shape), (*inputs, g), expected
         expected = undispatch_reference.undispatch(rows, slot, out_dtype=jnp.bfloat16)
+        for width in WIDTHS:
+            wide, wide_g = (jnp.asarray(rng.standard_normal((n, width)), dtype) for n in (4, 2))
+            inputs = wide, weights[:2, :2], jnp.asarray([[3, 0], [1, 2]], jnp.int32), wide_g
+            launch = combine.combine_backward_launch(2, 2, width, wide.dtype)
+            yield f"{width} columns-{dtype}", launch, inputs, jax.jit(combine_reference.combine_backward)(*inputs)
         yield f"undispatch-{dtype}", undispatch.undispatch_launch(M, k, D, jnp.bfloat16), (rows, slot), [expected]
 
 
@@ -47,6 +53,12 @@ def _compiled():
 def test_bits_are_the_references(child, case):
     results = child("interpret")[case]
     assert results == [0] * len(results)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gradients_of_narrow_and_of_wide_rows(child, width, dtype):
+    assert child("interpret")[f"{width} columns-{dtype}"] == [0, 0]
 
 
 @pytest.mark.parametrize("capability", ["90", "103"])
