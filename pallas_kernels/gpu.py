@@ -111,6 +111,10 @@ def plan(name: str, out_shape: Sequence[jax.ShapeDtypeStruct], *inputs: jax.Arra
     return launch_p.bind(*(x for x in inputs if not isinstance(x, int)), out_shape=shapes, name=name)
 
 
+# What CUDA has, on every GPU.
+_MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+
+
 def run(launch: Launch, *inputs: jax.Array | int) -> list[jax.Array]:
     """Launches from JAX, inside or outside of jit, on the GPU that the computation is on.
 
@@ -123,9 +127,15 @@ def run(launch: Launch, *inputs: jax.Array | int) -> list[jax.Array]:
 
     Raises:
       ImportError: jax-triton or triton is missing or of a version that was not tried.
+      NotImplementedError: more programs along an axis than a GPU can count.
     """
     if 0 in launch.grid:
         return [jnp.zeros(each.shape, each.dtype) for each in launch.out_shape]
+    if any(size > most for size, most in zip(launch.grid, _MOST_PROGRAMS, strict=False)):
+        raise NotImplementedError(
+            f"{launch.kernel.__name__}: {' x '.join(map(str, launch.grid))} programs; a GPU has at most "
+            f"{' x '.join(map(str, _MOST_PROGRAMS))}: cut the batch or the rows"
+        )
     if dispatch.planned_capability() is not None:
         return plan(launch.kernel.__name__, launch.out_shape, *inputs)
     _check_versions()

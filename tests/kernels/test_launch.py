@@ -1,4 +1,4 @@
-"""No rows are no launch: what every kernel returns then, on a machine without a GPU."""
+"""No rows are no launch: what every kernel returns then, on a machine without a GPU; and more rows than a GPU can count."""
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,15 @@ def test_a_grid_of_no_programs(grid):
     rows, sums = gpu.run(launch, jnp.ones((0, 8)))
     assert (rows.shape, rows.dtype) == ((0, 8), jnp.bfloat16)
     np.testing.assert_array_equal(sums, np.zeros((2, 3), np.float32))
+
+
+@pytest.mark.parametrize("grid", [(1, 65535 + 1), (1, 1, 70_000), (2**31,)])
+def test_a_grid_that_no_gpu_has(grid):
+    def kernel(): ...
+
+    wanted = f"kernel: {' x '.join(map(str, grid))} programs; a GPU has at most 2147483647 x 65535 x 65535: cut the batch"
+    with pytest.raises(NotImplementedError, match=wanted):
+        gpu.run(gpu.Launch(kernel, gpu.outputs(((1,), jnp.float32)), grid, {}))
 
 
 @pytest.mark.parametrize("kernel", ["triton", "mosaic"])
