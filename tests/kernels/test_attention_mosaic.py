@@ -52,6 +52,12 @@ def test_packed_sequences():
     _check(q, k, v, jnp.asarray(positions[None], jnp.int32))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "heads"), [(1, 2), (65, 64)])
+def test_one_token_and_the_most_heads_of_a_key_value_head(length, heads):
+    _check(*_inputs(length, heads, 1, 64), jnp.arange(length, dtype=jnp.int32)[None])
+
+
 def test_chunks_and_rows_of_a_batch(monkeypatch):
     """Three chunks of at most two blocks, where a real chunk has 32; the last of one block, and then of two."""
     monkeypatch.setattr(mosaic, "CHUNK_BLOCKS", 2)
