@@ -27,7 +27,7 @@ from pallas_kernels import numerics
 from pallas_kernels.attention import mosaic_backward, mosaic_softmax
 from pallas_kernels.attention.api import mosaic_lacks
 from pallas_kernels.attention.mosaic_backward_queries import queries_gradient
-from pallas_kernels.attention.mosaic_tiles import BLOCK, MULTIPLIERS, kernel, slots, take_turns
+from pallas_kernels.attention.mosaic_tiles import BLOCK, MULTIPLIERS, divide_work, kernel, slots, take_turns
 from pallas_kernels.grouped_matmul.mosaic_ring import swizzled
 
 __all__ = ["CHUNK_BLOCKS", "Config", "KEY_BLOCK", "attention", "attention_backward"]
@@ -294,24 +294,14 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
         plgpu.copy_smem_to_gmem(lse_smem.at[me], lse.at[b, n, pl.ds(token * G, _ROWS)])
         return done + blocks
 
-    def load_all():
-        plgpu.set_max_registers(_REGISTERS[0], action="decrease")
-        done = lax.fori_loop(0, my_tiles, load_tile, jnp.int32(0))
+    def wait_for_slot(step):
+        for empty in (k_empty, v_empty):
+            plgpu.barrier_wait(empty.at[slot_of(step)])
 
-        # Everything comes back before the block ends.
-        def wait(step, _):
-            for empty in (k_empty, v_empty):
-                plgpu.barrier_wait(empty.at[slot_of(step)])
-
-        lax.fori_loop(jnp.maximum(done - config.stages, 0), done, wait, None)
-        pl.when(my_tiles > 0)(lambda: plgpu.barrier_wait(q_empty))
-
-    def multiply_all():
-        plgpu.set_max_registers(_REGISTERS[1], action="increase")
-        lax.fori_loop(0, my_tiles, multiply_tile, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    lax.cond(me == MULTIPLIERS, load_all, multiply_all)
+    divide_work(
+        me, _REGISTERS, my_tiles, load_tile, multiply_tile, stages=config.stages, wait_for_slot=wait_for_slot,
+        wait_for_tile=lambda: plgpu.barrier_wait(q_empty),
+    )  # fmt: skip
 
 
 # A function of its own for JAX, because tracing and lowering take a second, and a model has as many calls as layers.

@@ -21,7 +21,7 @@ from jax import lax
 from pallas_kernels import numerics
 from pallas_kernels.attention import mosaic_softmax
 from pallas_kernels.attention.mosaic_backward import DEFAULT, REGISTERS, Config, starts_of_blocks, whole_blocks
-from pallas_kernels.attention.mosaic_tiles import BLOCK, MULTIPLIERS, kernel, slots, take_turns
+from pallas_kernels.attention.mosaic_tiles import BLOCK, MULTIPLIERS, divide_work, kernel, slots, take_turns
 
 __all__ = ["queries_gradient"]
 
@@ -176,19 +176,11 @@ def _kernel(q, k, v, lse, delta, g, starts, dq, *, config: Config, interpret, **
         plgpu.copy_smem_to_gmem(out_smem.at[me], dq.at[b, pl.ds(own * BLOCK, BLOCK), head + me])
         return done + steps
 
-    def load_all():
-        plgpu.set_max_registers(REGISTERS[0], action="decrease")
-        done = lax.fori_loop(0, my_tiles, load_tile, jnp.int32(0))
-        # Everything comes back before the block ends.
-        lax.fori_loop(jnp.maximum(done - config.key_stages, 0), done, lambda s, _: plgpu.barrier_wait(empty.at[slot_of(s)]), None)
-        pl.when(my_tiles > 0)(lambda: plgpu.barrier_wait(queries_empty))
-
-    def multiply_all():
-        plgpu.set_max_registers(REGISTERS[1], action="increase")
-        lax.fori_loop(0, my_tiles, multiply_tile, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    lax.cond(me == MULTIPLIERS, load_all, multiply_all)
+    divide_work(
+        me, REGISTERS, my_tiles, load_tile, multiply_tile, stages=config.key_stages,
+        wait_for_slot=lambda step: plgpu.barrier_wait(empty.at[slot_of(step)]),
+        wait_for_tile=lambda: plgpu.barrier_wait(queries_empty),
+    )  # fmt: skip
 
 
 # A function of its own for JAX, because tracing and lowering take a second, and a model has as many calls as layers.

@@ -1,22 +1,21 @@
-"""What the Mosaic kernels of attention share: blocks of 64, how tiles are shared out to thread blocks, how a kernel is started.
+"""What the Mosaic kernels of attention share: blocks of 64, how tiles are shared out, who does what, how a kernel is started.
 
 A thread block has two warpgroups that multiply and one that loads (`kernel`). There are as many thread blocks as processors, and
 each goes through its tiles (`take_turns`).
 """
 
-import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch, gpu
+from pallas_kernels import mosaic
 from pallas_kernels.grouped_matmul.mosaic_ring import swizzled
 
-__all__ = ["BLOCK", "MULTIPLIERS", "kernel", "slots", "take_turns"]
+__all__ = ["BLOCK", "MULTIPLIERS", "divide_work", "kernel", "slots", "take_turns"]
 
 BLOCK = 64  # keys of a block, and rows of a multiplier: part of the order of sums
 MULTIPLIERS = 2
-_HOPPER_PROCESSORS = 132
 
 
 def slots(shape):
@@ -39,29 +38,36 @@ def take_turns(num_tiles: int):
     return rounds + jnp.where(jnp.where(rounds % 2 == 1, stride - 1 - first, first) < rest, 1, 0), number
 
 
-def kernel(name, body, out_type, scratch, inputs, *, processors: int | None, interpret):
-    """Runs `body` on as many thread blocks as there are processors (None: the device's): two multipliers and a loader each.
+def divide_work(me, registers: tuple[int, int], my_tiles, load_tile, multiply_tile, *, stages: int, wait_for_slot, wait_for_tile):
+    """The loader loads all tiles and waits until everything came back; the others multiply them.
 
     Args:
-      name: what profiles call it.
-      body: function of references to the inputs, to the outputs and, by name, to `scratch`.
-      out_type: shape and type of the output, or a tuple of several.
+      me: number of this warpgroup.
+      registers: of a loader's and of a multiplier's thread.
+      my_tiles: how many tiles the thread block has.
+      load_tile, multiply_tile: (tile, steps done before it) -> steps done after it.
+      stages: slots of the loader's rings.
+      wait_for_slot: waits until the slots of a step are given back.
+      wait_for_tile: the same for what a tile has once.
     """
-    if dispatch.planned_capability() is not None:
-        planned = gpu.plan(name, jax.tree.leaves(out_type), *inputs)
-        return jax.tree.unflatten(jax.tree.structure(out_type), planned)
-    body.__name__ = name
-    if processors is None:
-        device = jax.devices()[0]
-        processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=scratch,
-        grid=(processors,),
-        grid_names=("block",),
-        num_threads=MULTIPLIERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )(*inputs)
+
+    def load_all():
+        plgpu.set_max_registers(registers[0], action="decrease")
+        done = lax.fori_loop(0, my_tiles, load_tile, jnp.int32(0))
+        lax.fori_loop(jnp.maximum(done - stages, 0), done, lambda step, _: wait_for_slot(step), None)
+        pl.when(my_tiles > 0)(wait_for_tile)
+
+    def multiply_all():
+        plgpu.set_max_registers(registers[1], action="increase")
+        lax.fori_loop(0, my_tiles, multiply_tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    lax.cond(me == MULTIPLIERS, load_all, multiply_all)
+
+
+def kernel(name, body, out_type, scratch, inputs, *, processors: int | None, interpret):
+    """`mosaic.start` with two multipliers and a loader in each thread block, the warpgroups of the axis "warpgroup"."""
+    return mosaic.start(
+        name, body, out_type, scratch, inputs, processors=processors, interpret=interpret, num_threads=MULTIPLIERS + 1,
+        thread_name="warpgroup", compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )  # fmt: skip

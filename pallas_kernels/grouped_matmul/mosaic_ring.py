@@ -20,11 +20,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch, gpu
+from pallas_kernels import mosaic
 
 _CHUNK_BYTES = 128  # of a row, loaded in a step or stored by one copy: the width of the swizzle
 _CHUNK_ROWS = 64
-_HOPPER_PROCESSORS = 132
 MULTIPLIERS = 2  # warpgroups that share a tile
 _REGISTERS = (40, 232)  # of a loader's and of a multiplier's thread
 # Pallas can put a barrier of the warpgroup around every access to shared memory. Here threads meet where it is said: at the
@@ -321,12 +320,6 @@ def run(
       processors: thread blocks to start; None: as many as the device has processors.
       interpret: parameters of Pallas's interpreter, for a machine without a GPU.
     """
-    if dispatch.planned_capability() is not None:
-        return gpu.plan(name, [out_type], *inputs)[0]
-    if processors is None:
-        device = jax.devices()[0]
-        processors = device.core_count if device.platform == "gpu" else _HOPPER_PROCESSORS
-
     def body(*refs, **shared):
         work = work_of(refs[:-1], refs[-1], Ring(**shared))
 
@@ -339,17 +332,11 @@ def run(
 
         lax.cond(lax.axis_index("multiplier") == MULTIPLIERS, load, multiply_all)
 
-    body.__name__ = name
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=_scratch(config, a_smem, b_smem, out_type.dtype, copies),
-        grid=(processors,),
-        grid_names=("block",),
-        num_threads=MULTIPLIERS + 1,
-        thread_name="multiplier",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, unsafe_no_auto_barriers=not AUTOMATIC_BARRIERS
-        ),
-        interpret=interpret,
-    )(*inputs)
+    semantics = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, unsafe_no_auto_barriers=not AUTOMATIC_BARRIERS
+    )
+    scratch = _scratch(config, a_smem, b_smem, out_type.dtype, copies)
+    return mosaic.start(
+        name, body, out_type, scratch, inputs, processors=processors, interpret=interpret, num_threads=MULTIPLIERS + 1,
+        thread_name="multiplier", compiler_params=semantics,
+    )  # fmt: skip
