@@ -25,7 +25,7 @@ from absl import flags
 
 from experiments import cli
 from experiments.baselines import choices
-from experiments.baselines.swaps import Swaps, scored
+from experiments.baselines.swaps import Swaps
 from experiments.build import sample_prompts
 from experiments.growing import GrowingTable
 from experiments.subject import Subject, subject
@@ -166,8 +166,11 @@ class Study:
 
     def run(self, engine: Engine) -> jax.Array:
         """Log-probs [B, T - 1] of the tokens by an engine."""
-        policy, truncation = self.policy(engine), self.subject.sampling.truncation
-        return _program(engine.excess)(policy, jnp.asarray(self.tokens), truncation)
+        return self.scored_as(engine, self.policy(engine))
+
+    def scored_as(self, engine: Engine, policy) -> jax.Array:
+        """Log-probs [B, T - 1] of the tokens by a policy, compiled as this engine is."""
+        return _program(engine.excess)(policy, jnp.asarray(self.tokens), self.subject.sampling.truncation)
 
     def look(self, engine: Engine):
         """Log-probs and trace of an engine. Those of the last first engine are kept: most pairs have the same."""
@@ -202,6 +205,9 @@ class Study:
             yield {"share": "", "low": "", "high": "", "selected": "no gap"}
             return
         found = self.attribute(pair, first[0], second[0])
+        if found is None:
+            yield {"share": "", "low": "", "high": "", "selected": "nothing swapped: the second's bits"}
+            return
         low, high = found.everything.interval
         yield {"share": 100 * found.everything.share, "low": 100 * low, "high": 100 * high, "selected": selection(found)}
 
@@ -209,17 +215,21 @@ class Study:
         """Whether the program that hands its tensors out gives the log-probs of the one that does not."""
         return np.array_equal(trace.read("final/log_prob")[0], log_probs[self.present[:, 1:]])
 
-    def attribute(self, pair: Pair, first, second) -> Attribution:
-        """What the second engine's operations explain, swapped into the first."""
+    def attribute(self, pair: Pair, first, second) -> Attribution | None:
+        """What the second engine's operations explain, swapped into the first; None where the program that can be swapped has the
+        second's bits with nothing swapped, so that its compiler explains all."""
         # What both have stays on.
         kept = tuple(name for name in pair.first.choices if name not in pair.groups)
         swaps = Swaps(
             self.subject.policy, self.subject.params, self.rollouts, self.subject.sampling.truncation,
-            list(dict.fromkeys((*kept, *pair.groups))), scored,
+            list(dict.fromkeys((*kept, *pair.groups))), lambda policy, *_: self.scored_as(pair.first, policy),
         )  # fmt: skip
         always = frozenset(part for name in kept for part in swaps.groups.get(name, ()))
         groups = {name: swaps.groups[name] for name in pair.groups if name in swaps.groups}
         ours = swaps(always)
+        if np.array_equal(ours[self.mask], second[self.mask]):
+            print("  nothing swapped: bits of the second engine", flush=True)
+            return None
         off = np.abs(ours - first)[self.mask]
         same = np.array_equal(ours[self.mask], first[self.mask])
         print(f"  nothing swapped: {'bits' if same else f'within {off.mean():.2g} nats'} of the first engine", flush=True)
@@ -261,9 +271,9 @@ def notes_of(study: Study, same: bool) -> str:
         f"{subject_.sampling.temperature}; the strict learner has {'their bits' if same else 'NOT their bits'}. Both engines "
         "of a pair score them, in programs of their own. First difference: of traces of all these tokens and their prompts; "
         "numbers count, not their codes. Swapping: 1 - gap left / gap, with operations of the second engine in the first. That "
-        "is a third program, and need not explain all where XLA compiles the three differently. One after the other: forward "
-        "selection, with the share of all chosen so far; of the effect of a chosen one, the share by layer. Time: scoring "
-        f"programs, the median of {_ROUNDS.value or 3} turns; on a CPU no measure of a GPU."
+        "is a third program, compiled with the first's options; it need not explain all where XLA makes other sums of it. One "
+        "after the other: forward selection, with the share of all chosen so far; of the effect of a chosen one, the share by layer. "
+        f"Time: scoring programs, the median of {_ROUNDS.value or 3} turns; on a CPU no measure of a GPU."
     )
 
 

@@ -10,17 +10,11 @@ import numpy as np
 
 from experiments.baselines import choices
 from minite_jax.diagnostics.replay import replay
-from minite_jax.model import token_log_probs
 from minite_jax.model.policy import Policy, with_fp8_exact
 from minite_jax.sampler.sampling import Rollouts
 from pallas_kernels.log_prob import Truncation
 
 _WEIGHTS = "weights"
-
-
-def scored(policy: Policy, rollouts: Rollouts, truncation: Truncation) -> jax.Array:
-    """Log-probs as the learner computes them, in the columns of `Rollouts.sequences`."""
-    return token_log_probs(policy, rollouts.sequences()[0], truncation)
 
 
 class Swaps:
@@ -35,7 +29,7 @@ class Swaps:
       rollouts: tokens that the other engine sampled.
       truncation: of its sampling.
       names: of choices; those that cannot matter in this model and recipe are left out.
-      run: what gives log-probs: `replay`, as a sampler runs the tokens, or `scored`, as the learner does.
+      run: what gives log-probs: `replay`, as a sampler runs the tokens, or another program of these tokens, such as the learner's.
     """
 
     def __init__(

@@ -283,8 +283,8 @@ def grouped_matmul(x, w, group_sizes, *, rows=None, out_dtype=jnp.bfloat16, kern
         if rows is not None:
             x = operands.take_rows(x, rows)
         sizes = jnp.full((1,), num_rows, jnp.int32) if group_sizes is None else group_sizes.astype(jnp.int32)
-        if inner != "native" and isinstance(x, Nvfp4Array):
-            x = nvfp4_triton.expand(x, jnp.float8_e4m3fn if inner == "fp8" else jnp.bfloat16)
+        if inner != "native":
+            x = ExpandedArray(*_plain(x, jnp.float8_e4m3fn if inner == "fp8" else jnp.bfloat16))
         return triton_packed.grouped_matmul(x, w, sizes, inner=inner, out_dtype=out_dtype)
     dtype = operands.product_dtype(x, w)
     x_values, x_outer = _plain(x, dtype)

@@ -118,8 +118,25 @@ def test_what_a_cpu_cannot_tell_apart_has_no_gap(study):
 
 @pytest.mark.slow
 def test_swaps_score_as_the_learner_does(study):
-    swaps = Swaps(study.subject.policy, study.subject.params, study.rollouts, Truncation(), ["gate"], engine_pairs.scored)
-    np.testing.assert_array_equal(swaps(frozenset())[study.mask], np.asarray(study.run(Engine()))[study.mask])
+    strict = Engine()
+    run = lambda policy, *_: study.scored_as(strict, policy)  # noqa: E731
+    swaps = Swaps(study.subject.policy, study.subject.params, study.rollouts, Truncation(), ["gate"], run)
+    np.testing.assert_array_equal(swaps(frozenset())[study.mask], np.asarray(study.run(strict))[study.mask])
+
+
+@pytest.mark.slow
+def test_swaps_are_compiled_as_the_first_engine(study, monkeypatch):
+    """A compiler's option that only the first has is on in the program with swaps, or that would be the second already."""
+    compiled = []
+    program = engine_pairs._program
+    monkeypatch.setattr(engine_pairs, "_program", lambda excess: compiled.append(excess) or program(excess))
+    first, second = Engine(("gate",), excess=False), Engine(("gate",), excess=True)
+    pair = engine_pairs.Pair("", second, first, ("excess_precision",))
+    log_probs = np.asarray(study.run(first))
+    compiled.clear()
+    found = study.attribute(pair, log_probs, log_probs + np.float32(0.5))
+    assert compiled and set(compiled) == {False} and found.none.gap == 0.5
+    assert study.attribute(pair, log_probs + np.float32(0.5), log_probs) is None
 
 
 @pytest.mark.slow

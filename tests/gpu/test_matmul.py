@@ -116,6 +116,17 @@ def test_packed_and_expanded_operands_give_the_same_bits():
     assert_same(matmul(nvfp4.quantize_expanded(_normal((130, 144), 1, jnp.bfloat16), ACTIVATIONS), w), expected)
 
 
+@pytest.mark.parametrize("rules", [(ACTIVATIONS, OTHER_WEIGHTS), (OTHER_ACTIVATIONS, WEIGHTS)], ids=["weights", "activations"])
+def test_one_operand_outside_of_the_fp8_exact_set(rules):
+    """Foreign weights under our activations, and the other way round: bfloat16 products, packed or expanded, few rows or many."""
+    x, w = nvfp4.quantize(_normal((130, 144), 1, jnp.bfloat16), rules[0]), nvfp4.quantize(_normal((200, 144), 2), rules[1])
+    expected = matmul(nvfp4.expand(x, jnp.bfloat16), nvfp4.expand(w, jnp.bfloat16))
+    for left in (x, nvfp4.expand(x)):
+        for right in (w, nvfp4.expand(w)):
+            assert_same(matmul(left, right), expected)
+            assert_same(matmul(_rows(left, slice(0, 7)), right), expected[:7])
+
+
 @pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_equals_dense_row_by_row(kind, sizes):

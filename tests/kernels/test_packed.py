@@ -153,6 +153,36 @@ def _interpret(launch, inputs, expected) -> int:
     return int((output.view(integer) != np.asarray(expected).view(integer)).sum())
 
 
+def _refused_by_hopper() -> list[str]:
+    """Pairs of operands, packed or not and of either type, of few rows and of many, that a Hopper GPU's program refuses."""
+    from pallas_kernels import dispatch, nvfp4
+    from pallas_kernels.grouped_matmul import grouped_matmul
+    from pallas_kernels.matmul import matmul
+
+    array, K, refused = jax.ShapeDtypeStruct, 128, []
+
+    def operand(shape, outer, packed, exact):
+        outer = array(outer, jnp.float32)
+        if not packed:
+            return nvfp4.ExpandedArray(array((*shape, K), jnp.float8_e4m3fn if exact else jnp.bfloat16), outer)
+        codes, scales = array((*shape, K // 2), jnp.uint8), array((*shape, K // 16), jnp.float8_e4m3fn)
+        return nvfp4.Nvfp4Array(codes, scales, outer, fp8_exact=exact)
+
+    sizes = array((2,), jnp.int32)
+    by_number = lambda x, w, sizes, rows: grouped_matmul(x, w, sizes, rows=rows)  # noqa: E731
+    with dispatch.planned(90):
+        for M, *kinds in itertools.product((3, 5000), *[(True, False)] * 4):
+            x, w, stack = operand((M,), (M,), *kinds[:2]), operand((64,), (), *kinds[2:]), operand((2, 64), (2,), *kinds[2:])
+            for function, inputs in (
+                (matmul, (x, w)), (grouped_matmul, (x, stack, sizes)), (by_number, (x, stack, sizes, array((M,), jnp.int32))),
+            ):  # fmt: skip
+                try:
+                    assert jax.eval_shape(function, *inputs).shape == (M, 64)
+                except (TypeError, NotImplementedError) as error:
+                    refused.append(f"{function.__name__} of {M} rows, {kinds}: {error}")
+    return refused
+
+
 def _compiled():
     """(name, capability, launch, inputs): a decode of Qwen3-30B-A3B, and one dense matmul."""
     from pallas_kernels.grouped_matmul.triton_packed import Tiles, default_tiles, packed_launch
@@ -351,6 +381,11 @@ def test_bits_are_the_references(child, case):
     assert child("interpret")[case] == 0
 
 
+def test_hopper_multiplies_every_pair_of_operands(child):
+    """Foreign weights may not be `fp8_exact` where activations are, and come expanded: few rows read them packed all the same."""
+    assert child("interpret")["refused"] == []
+
+
 @pytest.mark.parametrize("case", ["native-100-16", "native-100-256", "native-103-64", "native-103-16"])
 def test_native_is_native_and_nothing_else(child, case):
     found = child("compile")[case]
@@ -397,4 +432,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "compile":
         print(json.dumps({name: _inspect(launch, inputs, capability) for name, capability, launch, inputs in _compiled()}))
     else:
-        print(json.dumps({name: _interpret(*case) for name, *case in _interpreted()}))
+        bits = {name: _interpret(*case) for name, *case in _interpreted()}
+        print(json.dumps(bits | {"refused": _refused_by_hopper()}))
