@@ -272,8 +272,8 @@ def notes_of(study: Study, same: bool) -> str:
         "of a pair score them, in programs of their own. First difference: of traces of all these tokens and their prompts; "
         "numbers count, not their codes. Swapping: 1 - gap left / gap, with operations of the second engine in the first. That "
         "is a third program, compiled with the first's options; it need not explain all where XLA makes other sums of it. One "
-        "after the other: forward selection, with the share of all chosen so far; of the effect of a chosen one, the share by layer. "
-        f"Time: scoring programs, the median of {_ROUNDS.value or 3} turns; on a CPU no measure of a GPU."
+        "after the other: forward selection, with the share of all chosen so far; of the effect of a chosen one, the share by "
+        f"layer. Time: scoring programs, the median of {_ROUNDS.value or 3} turns; on a CPU no measure of a GPU."
     )
 
 

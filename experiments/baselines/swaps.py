@@ -29,7 +29,7 @@ class Swaps:
       rollouts: tokens that the other engine sampled.
       truncation: of its sampling.
       names: of choices; those that cannot matter in this model and recipe are left out.
-      run: what gives log-probs: `replay`, as a sampler runs the tokens, or another program of these tokens, such as the learner's.
+      run: what gives log-probs: `replay`, as a sampler runs the tokens, or another program, such as the learner's.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from absl.testing import flagsaver
 
 import minite_jax as mt
 from experiments import engine_pairs
-from experiments.baselines import choices
+from experiments.baselines import choices, naive_engine
 from experiments.baselines.swaps import Swaps
 from experiments.engine_pairs import PAIRS, Engine, Study
 from experiments.growing import GrowingTable
@@ -20,6 +20,7 @@ from minite_jax.errors import UserError
 from minite_jax.model import pack, qwen3_30b_a3b, scored_tokens, tiny_dense, tiny_moe
 from minite_jax.model.params import abstract_params
 from minite_jax.sampler import SamplingParams
+from minite_jax.sampler.sampling import generate
 from pallas_kernels import dispatch
 from pallas_kernels.log_prob import Truncation
 
@@ -156,6 +157,28 @@ def test_a_gpu_can_be_given_every_engine_at_full_width(name):
         for each in (*fixed, switched):
             log_probs = jax.eval_shape(lambda policy, tokens: scored_tokens(policy, tokens, Truncation())[0], each, tokens)
             assert (log_probs.shape, log_probs.dtype) == ((16, 71), jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="a GPU's programs are traced with Triton's package")
+@pytest.mark.parametrize("level", [*choices.LEVELS, "naive"])
+def test_a_gpu_can_sample_at_every_level(level):
+    """As above, of the sampler: with few tokens a matmul reads packed weights, which a learner's does not."""
+    config, recipe, array = qwen3_30b_a3b(num_hidden_layers=2), mt.recipe("nvfp4"), jax.ShapeDtypeStruct
+    with dispatch.planned(90):
+        params = jax.tree.map(lambda spec: array(spec.shape, jnp.float32), abstract_params(config))
+        policy = jax.eval_shape(lambda params: pack(params, config, recipe), params)
+        inputs = array((16, 8), jnp.int32), array((16,), jnp.int32), array((16,), jnp.uint32), jax.eval_shape(jax.random.key, 0)
+        sampling = SamplingParams(max_tokens=64)
+        if level == "naive":
+            run = lambda params, *inputs: naive_engine.generate(params, config, recipe, *inputs, sampling)  # noqa: E731
+            rollouts = jax.eval_shape(run, params, *inputs)
+        else:
+            run = lambda policy, params, *inputs: generate(  # noqa: E731
+                choices.level_policy(level, policy, params), *inputs, sampling
+            )
+            rollouts = jax.eval_shape(run, policy, params, *inputs)
+        assert (rollouts.log_probs.shape, rollouts.log_probs.dtype) == ((16, 64), jnp.float32)
 
 
 @pytest.mark.slow
