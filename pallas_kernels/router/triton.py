@@ -6,8 +6,9 @@ added in float32, the small ones first, sums of DEPTH products apart from each o
 it, logits keep the bound of a float32 product, and it is ten times as fast. Tokens in float32 (the `fp32` recipe) go to the
 ordinary cores ("ieee").
 
-Every tile walks through D in the same steps, so a token's bits do not depend on how many there are. They are not the reference's
-bits: its matrix product adds in another order.
+D is cut into PARTS, whose sums are added one after the other: by the program itself where there are tokens enough to fill a GPU;
+else each part has a program of its own, and the second kernel adds them. So a token's bits do not depend on how many there are.
+They are not the reference's bits: its matrix product adds in another order.
 """
 
 import jax
@@ -21,7 +22,8 @@ from pallas_kernels.triton_numerics import INTERPRETED, exp, ordered_sum, padded
 _TILE_EXPERTS = 64  # rows of a tensor-core product
 _FEW_TOKENS, _TILE_TOKENS = 16, 64  # columns: few, so that decoding has more programs
 _MANY_TOKENS = 512  # from here on there are programs enough
-_DEPTH = 64  # products that are summed on their own: part of the order of sums
+# Products that are summed on their own, and parts of D whose sums are: the order of sums.
+_DEPTH, _PARTS = 64, 4
 _CHOICE_NUMBERS = 512  # that a program of one warp keeps
 _UNROLLED = tl.constexpr(16)  # choices in a row; of all of 128 experts a compiler makes a program that takes it 20 s
 _SMALLEST = tl.constexpr(-0x80000000)
@@ -36,17 +38,15 @@ def _bfloat16_part(x):
 
 
 @triton.jit
-def _logits_kernel(
-    x, weight, num_rows, logits,
+def _sum_of_part(
+    x, weight, row, expert, num_rows, first,
     WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TILE_EXPERTS: tl.constexpr, TILE_TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PART: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """logits [M, E] of x [M, D] and weight [E, D]; the experts are the rows of the product, so that tokens may be few."""
-    row = (tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS))[:, None]
-    expert = (tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS))[:, None]
+    """Sum [TILE_EXPERTS, TILE_TOKENS] of the PART products from `first` on."""
     sums = tl.zeros((TILE_EXPERTS, TILE_TOKENS), tl.float32)
-    for start in range(0, WIDTH, DEPTH):
-        column = start + tl.arange(0, DEPTH)[None, :]
+    for start in range(0, PART, DEPTH):
+        column = first + start + tl.arange(0, DEPTH)[None, :]
         tile = tl.load(x + row * WIDTH + column, mask=(row < num_rows) & (column < WIDTH), other=0.0)
         matrix = tl.load(weight + expert * WIDTH + column, mask=(expert < EXPERTS) & (column < WIDTH), other=0.0)
         if SPLIT:
@@ -61,8 +61,33 @@ def _logits_kernel(
             sums = sums + tl.dot(high, tokens, part)
         else:
             sums = tl.dot(matrix, tl.trans(tile.to(tl.float32)), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _logits_kernel(
+    x, weight, num_rows, logits,
+    WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TILE_EXPERTS: tl.constexpr, TILE_TOKENS: tl.constexpr, DEPTH: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """logits [M, E] of x [M, D] and weight [E, D]; the experts are the rows of the product, so that tokens may be few.
+
+    The PARTS sums of PART products each are added one after the other; APART: each by a program of its own, which leaves it in
+    logits [PARTS, M, E] for the choice to add."""
+    row = (tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS))[:, None]
+    expert = (tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS))[:, None]
+    first = tl.program_id(2) * PART if APART else 0
+    total = _sum_of_part(
+        x, weight, row, expert, num_rows, first, WIDTH, EXPERTS, TILE_EXPERTS, TILE_TOKENS, DEPTH, PART, SPLIT
+    )
+    if not APART:
+        for part in range(1, PARTS):
+            total = total + _sum_of_part(
+                x, weight, row, expert, num_rows, part * PART, WIDTH, EXPERTS, TILE_EXPERTS, TILE_TOKENS, DEPTH, PART, SPLIT
+            )
     expert = tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS)[None, :]
-    tl.store(logits + row * EXPERTS + expert, tl.trans(sums), mask=(row < num_rows) & (expert < EXPERTS))
+    place = tl.program_id(2).to(tl.int64) * num_rows + row
+    tl.store(logits + place * EXPERTS + expert, tl.trans(total), mask=(row < num_rows) & (expert < EXPERTS))
 
 
 @triton.jit
@@ -79,14 +104,18 @@ def _choose(r, keys, powers, chosen, numbers, expert, rank, SIZE_E: tl.constexpr
 @triton.jit
 def _choice_kernel(
     logits, num_rows, weights, experts,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    EXPERTS: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, SIZE_E: tl.constexpr, SIZE_K: tl.constexpr,
 ):  # fmt: skip
-    """The TOP_K largest of each row, ties to the lower number, and their share of the softmax."""
+    """The TOP_K largest of each row, ties to the lower number, and their softmax, of the sum of logits [PARTS, M, E]."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     expert = tl.arange(0, SIZE_E)[None, :]
     is_expert = expert < EXPERTS
-    logit = tl.load(logits + row * EXPERTS + expert, mask=(row < num_rows) & is_expert, other=0.0)
+    inside = (row < num_rows) & is_expert
+    logit = tl.load(logits + row * EXPERTS + expert, mask=inside, other=0.0)
+    for part in range(1, PARTS):
+        plane = logits + tl.cast(part, tl.int64) * num_rows * EXPERTS
+        logit = logit + tl.load(plane + row * EXPERTS + expert, mask=inside, other=0.0)
     top = tl.max(tl.where(is_expert, logit, float("-inf")), axis=1)
     powers = tl.where(is_expert, exp(logit - top[:, None]), 0.0)
     keys = tl.where(is_expert, sortable(logit), _SMALLEST)
@@ -109,35 +138,49 @@ def _choice_kernel(
 
 
 def logits_launch(num_rows: int, width: int, num_experts: int, dtype) -> gpu.Launch:
-    """Inputs: x [M, D] of `dtype`, weight [E, D] float32, M. Output: logits [M, E] float32."""
+    """Inputs: x [M, D] of `dtype`, weight [E, D] float32, M. Output: float32 [P, M, E], whose sum over P, one after the other, is
+    the logits. P is 1 where there are tokens enough to fill a GPU."""
     split = dtype == jnp.bfloat16
-    tile_tokens = _TILE_TOKENS if split and num_rows > _MANY_TOKENS else _FEW_TOKENS
+    many = num_rows > _MANY_TOKENS
+    tile_tokens = _TILE_TOKENS if split and many else _FEW_TOKENS
+    planes = 1 if many else _PARTS
     return gpu.Launch(
         _logits_kernel,
-        gpu.outputs(((num_rows, num_experts), jnp.float32)),
-        grid=(triton.cdiv(num_rows, tile_tokens), triton.cdiv(num_experts, _TILE_EXPERTS)),
+        gpu.outputs(((planes, num_rows, num_experts), jnp.float32)),
+        grid=(triton.cdiv(num_rows, tile_tokens), triton.cdiv(num_experts, _TILE_EXPERTS), planes),
         constants=dict(
             WIDTH=width,
             EXPERTS=num_experts,
             TILE_EXPERTS=_TILE_EXPERTS,
             TILE_TOKENS=tile_tokens,
             DEPTH=_DEPTH,
+            PARTS=_PARTS,
+            PART=triton.cdiv(width, _PARTS * _DEPTH) * _DEPTH,
             SPLIT=split,
+            APART=not many,
         ),
         num_warps=4,
         num_stages=4 if split else 2,
     )
 
 
-def choice_launch(num_rows: int, num_experts: int, top_k: int, normalize: bool) -> gpu.Launch:
-    """Inputs: logits [M, E] float32, M. Outputs: weights [M, k] float32, experts [M, k] int32."""
+def choice_launch(num_parts: int, num_rows: int, num_experts: int, top_k: int, normalize: bool) -> gpu.Launch:
+    """Inputs: parts of logits [P, M, E] float32, M. Outputs: weights [M, k] float32, experts [M, k] int32."""
     size = max(16, padded(num_experts))
     rows = max(1, _CHOICE_NUMBERS // size)
     return gpu.Launch(
         _choice_kernel,
         gpu.outputs(((num_rows, top_k), jnp.float32), ((num_rows, top_k), jnp.int32)),
         grid=(triton.cdiv(num_rows, rows),),
-        constants=dict(EXPERTS=num_experts, TOP_K=top_k, NORMALIZE=normalize, ROWS=rows, SIZE_E=size, SIZE_K=padded(top_k)),
+        constants=dict(
+            EXPERTS=num_experts,
+            PARTS=num_parts,
+            TOP_K=top_k,
+            NORMALIZE=normalize,
+            ROWS=rows,
+            SIZE_E=size,
+            SIZE_K=padded(top_k),
+        ),
         num_warps=1,
     )
 
@@ -145,6 +188,6 @@ def choice_launch(num_rows: int, num_experts: int, top_k: int, normalize: bool) 
 def router(x_MD, weight_ED, *, top_k, normalize) -> tuple[jax.Array, jax.Array]:
     M, D = x_MD.shape
     E = weight_ED.shape[0]
-    (logits_ME,) = gpu.run(logits_launch(M, D, E, x_MD.dtype), x_MD, weight_ED, M)
-    weights_Mk, experts_Mk = gpu.run(choice_launch(M, E, top_k, normalize), logits_ME, M)
+    (logits_PME,) = gpu.run(logits_launch(M, D, E, x_MD.dtype), x_MD, weight_ED, M)
+    weights_Mk, experts_Mk = gpu.run(choice_launch(len(logits_PME), M, E, top_k, normalize), logits_PME, M)
     return weights_Mk, experts_Mk

@@ -29,7 +29,7 @@ def _interpreted():
         # The weights pass through another exponential: they are compared by tolerance here, the experts by their bits below.
         for kind in (jnp.float32, jnp.bfloat16):
             (logits,) = gpu.interpret(triton.logits_launch(M, D, E, kind), np.asarray(x.astype(kind)), np.asarray(weight), M)
-            launch = triton.choice_launch(M, E, k, normalize)
+            launch = triton.choice_launch(len(logits), M, E, k, normalize)
             actual, _ = gpu.interpret(launch, logits, M)
             np.testing.assert_allclose(actual, weights, rtol=2.0**-18)
             yield f"{name}, {kind.__name__}", launch, (logits, M), [actual, experts]
@@ -39,7 +39,19 @@ def _interpreted():
     weight = (rng.standard_normal((16, 16)) * 2.0 ** rng.integers(-60, 60, (16, 16))).astype(np.float32)
     weight[3, 4] = np.finfo(np.float32).max  # to round it to bfloat16 would make it infinite
     x = np.eye(16, dtype=jnp.bfloat16)
-    yield "three parts", triton.logits_launch(16, 16, 16, x.dtype), (x, weight, 16), [np.ascontiguousarray(weight.T)]
+    launch = triton.logits_launch(16, 16, 16, x.dtype)
+    planes = np.zeros(launch.out_shape[0].shape, np.float32)
+    planes[0] = weight.T  # 16 products are all in the first part of D
+    yield "three parts", launch, (x, weight, 16), [planes]
+
+    # Few tokens: parts of D by programs of their own, and the choice adds. Many: one program adds. The same bits.
+    M, D, E = 20, 700, 12
+    x = rng.standard_normal((M, D)).astype(jnp.bfloat16)
+    weight = rng.standard_normal((E, D)).astype(np.float32)
+    (planes,) = gpu.interpret(triton.logits_launch(M, D, E, x.dtype), x, weight, M)
+    assert len(planes) == 4 and all(np.abs(plane).max() > 0 for plane in planes[:3])
+    triton._MANY_TOKENS, triton._TILE_TOKENS = 0, 16  # numpy's products of other shapes have other bits
+    yield "few and many", triton.logits_launch(M, D, E, x.dtype), (x, weight, M), [sum(planes[1:], start=planes[0])[None]]
 
 
 def _compiled():
@@ -50,7 +62,7 @@ def _compiled():
         inputs = array((64, 2048), kind), array((128, 2048), jnp.float32), 64
         yield f"logits, {kind.__name__}", triton.logits_launch(64, 2048, 128, kind), inputs
     for top_k in (8, 128):  # 128: what a trace of all probabilities asks for
-        yield f"choice, {top_k}", triton.choice_launch(64, 128, top_k, True), (array((64, 128), jnp.float32), 64)
+        yield f"choice, {top_k}", triton.choice_launch(4, 64, 128, top_k, True), (array((4, 64, 128), jnp.float32), 64)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
@@ -61,6 +73,10 @@ def test_experts_are_the_references(child, name, kind):
 
 def test_a_weight_has_all_its_bits(child):
     assert child("interpret")["three parts"] == [0]
+
+
+def test_few_and_many_tokens_have_the_same_bits(child):
+    assert child("interpret")["few and many"] == [0]
 
 
 @pytest.mark.parametrize("capability", ["90", "103"])
