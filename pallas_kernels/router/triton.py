@@ -38,15 +38,21 @@ def _bfloat16_part(x):
 
 
 @triton.jit
-def _sum_of_part(
-    x, weight, row, expert, num_rows, first,
+def _logits_kernel(
+    x, weight, num_rows, logits,
     WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TILE_EXPERTS: tl.constexpr, TILE_TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-    PART: tl.constexpr, SPLIT: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Sum [TILE_EXPERTS, TILE_TOKENS] of the PART products from `first` on."""
+    """logits [M, E] of x [M, D] and weight [E, D]; the experts are the rows of the product, so that tokens may be few.
+
+    The PARTS sums of PART products each are added one after the other; APART: each by a program of its own, which leaves it in
+    logits [PARTS, M, E] for the choice to add."""
+    row = (tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS))[:, None]
+    expert = (tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS))[:, None]
+    total = tl.zeros((TILE_EXPERTS, TILE_TOKENS), tl.float32)
     sums = tl.zeros((TILE_EXPERTS, TILE_TOKENS), tl.float32)
-    for start in range(0, PART, DEPTH):
-        column = first + start + tl.arange(0, DEPTH)[None, :]
+    for start in range(0, PART if APART else PARTS * PART, DEPTH):
+        column = tl.program_id(2) * PART + start + tl.arange(0, DEPTH)[None, :]
         tile = tl.load(x + row * WIDTH + column, mask=(row < num_rows) & (column < WIDTH), other=0.0)
         matrix = tl.load(weight + expert * WIDTH + column, mask=(expert < EXPERTS) & (column < WIDTH), other=0.0)
         if SPLIT:
@@ -61,30 +67,10 @@ def _sum_of_part(
             sums = sums + tl.dot(high, tokens, part)
         else:
             sums = tl.dot(matrix, tl.trans(tile.to(tl.float32)), sums, input_precision="ieee")
-    return sums
-
-
-@triton.jit
-def _logits_kernel(
-    x, weight, num_rows, logits,
-    WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TILE_EXPERTS: tl.constexpr, TILE_TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-    PARTS: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
-    """logits [M, E] of x [M, D] and weight [E, D]; the experts are the rows of the product, so that tokens may be few.
-
-    The PARTS sums of PART products each are added one after the other; APART: each by a program of its own, which leaves it in
-    logits [PARTS, M, E] for the choice to add."""
-    row = (tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS))[:, None]
-    expert = (tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS))[:, None]
-    first = tl.program_id(2) * PART if APART else 0
-    total = _sum_of_part(
-        x, weight, row, expert, num_rows, first, WIDTH, EXPERTS, TILE_EXPERTS, TILE_TOKENS, DEPTH, PART, SPLIT
-    )
-    if not APART:
-        for part in range(1, PARTS):
-            total = total + _sum_of_part(
-                x, weight, row, expert, num_rows, part * PART, WIDTH, EXPERTS, TILE_EXPERTS, TILE_TOKENS, DEPTH, PART, SPLIT
-            )
+        # Selected, not branched: the loop stays one pipeline.
+        ends = (start + DEPTH) % PART == 0
+        total = tl.where(ends, total + sums, total)
+        sums = tl.where(ends, 0.0, sums)
     expert = tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS)[None, :]
     place = tl.program_id(2).to(tl.int64) * num_rows + row
     tl.store(logits + place * EXPERTS + expert, tl.trans(total), mask=(row < num_rows) & (expert < EXPERTS))
