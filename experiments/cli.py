@@ -15,7 +15,6 @@ raised. `--implementation` says whether operations run as the reference or as ke
 
 import difflib
 import functools
-import os
 import re
 import runpy
 import sys
@@ -27,6 +26,7 @@ from absl import app, flags
 
 from minite_jax.checkpoint.config import flat_fields, to_plain
 from minite_jax.errors import UserError
+from minite_jax.files import hindrance
 from minite_jax.metrics.provenance import provenance
 from minite_jax.optional import require
 from pallas_kernels import dispatch
@@ -100,8 +100,8 @@ def check_page(file: str | None) -> None:
         raise UserError(f"--html={path} is a folder: give the name of a file")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--html={path}: there is no folder {path.parent}; make it first")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"--html={path}: the folder {path.parent} is not writable")
+    if (why := hindrance(path.parent)) is not None:
+        raise UserError(f"--html={path} cannot be written: {why}")
 
 
 @functools.cache

@@ -12,7 +12,6 @@ status is 0 where nothing points anywhere, 3 where something does. `--html=page.
 """
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from minite_jax.diagnostics.report import write_report
 from minite_jax.diagnostics.trace_file import Trace, TraceError, open_trace
 from minite_jax.diagnostics.trace_header import HEADER
 from minite_jax.errors import UserError
+from minite_jax.files import hindrance
 from minite_jax.metrics.results import read_results
 from minite_jax.optional import require
 from pallas_kernels.log_prob import Truncation
@@ -106,9 +106,8 @@ def _check_new(folder: Path) -> None:
     """Refuses a folder that cannot be made, before a model is loaded for it."""
     if folder.exists():
         raise UserError(f"--out={folder} exists: give the name of a new folder, or remove it")
-    near = next(each for each in folder.absolute().parents if each.exists())
-    if not near.is_dir() or not os.access(near, os.W_OK):
-        raise UserError(f"--out={folder} cannot be made: {near} is {'not writable' if near.is_dir() else 'no folder'}")
+    if (why := hindrance(folder)) is not None:
+        raise UserError(f"--out={folder} cannot be made: {why}; give another folder")
 
 
 def _policy(folder: Path, recipe: str | None) -> mt.Policy:

@@ -26,6 +26,7 @@ import minite_jax as mt
 from experiments import cli
 from experiments.model_files import open_model
 from minite_jax.errors import UserError
+from minite_jax.files import hindrance
 from minite_jax.metrics.results import write_results
 
 _CHECKPOINT = cli.checkpoint_flag()  # a GGUF file, or the folder of a Hugging Face model
@@ -134,10 +135,9 @@ def result_file() -> Path:
     folder, name = Path(_RESULTS.value or "docs/benchmarks"), _NAME.value
     if not re.fullmatch(r"[\w.-]+", name):
         raise UserError(f"--name={name}: give letters, digits, _ - and . alone")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--results_dir={folder} is no folder ({error.strerror}): give another one") from None
+    if (why := hindrance(folder)) is not None:
+        raise UserError(f"--results_dir={folder} cannot be written to: {why}; give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
     return folder / f"rules_{name}.json"
 
 

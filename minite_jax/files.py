@@ -21,6 +21,20 @@ def replaced(path: Path) -> Iterator[Path]:
     os.replace(unfinished, path)
 
 
+def nearest(path: Path) -> Path:
+    """The path, or the first of its parents that is there."""
+    path = path.absolute()
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def hindrance(folder: Path) -> str | None:
+    """Why nothing can be written to a folder, which need not be there yet; None where it can, as far as one can tell before."""
+    there = nearest(folder)
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK) else f"{there} is not writable"
+
+
 def read_json_object(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
     """The JSON object that a file of a model's folder holds.
 

@@ -96,7 +96,7 @@ def test_mistakes_are_known_before_the_study(model, tmp_path, monkeypatch):
         (dict(compared=[]), "--compared=: give recipes, each once"),
         (dict(compared=["fp32", "fp32"]), "--compared=fp32,fp32: give recipes, each once"),
         (dict(name="a/b"), "--name=a/b: give letters, digits, _ - and . alone"),
-        (dict(results_dir=tmp_path / "text"), "--results_dir=.*text is no folder .*: give another one"),
+        (dict(results_dir=tmp_path / "text"), "--results_dir=.*text cannot be written to: .*text is no folder; give another"),
     ):
         with pytest.raises(UserError, match=message):
             run(rules, **fine | changes)

@@ -19,6 +19,7 @@ from minite_jax.checkpoint.errors import CheckpointError
 from minite_jax.checkpoint.huggingface import files
 from minite_jax.checkpoint.huggingface.names import Placement
 from minite_jax.checkpoint.huggingface.reader import INDEX, SINGLE
+from minite_jax.files import hindrance, nearest
 from pallas_kernels import nvfp4
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -62,10 +63,8 @@ def check_new(folder: str | Path) -> Path:
         raise CheckpointError("a folder is written by one process; this run has several")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already: nothing is written over, give another folder")
-    nearest = _nearest(folder.parent)
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        what = "cannot be written to" if nearest.is_dir() else "is no folder"
-        raise CheckpointError(f"{folder} cannot be made: {nearest} {what}; give another folder")
+    if (why := hindrance(folder.parent)) is not None:
+        raise CheckpointError(f"{folder} cannot be made: {why}; give another folder")
     return folder
 
 
@@ -73,18 +72,13 @@ def check_room(folder: Path, nbytes: int) -> None:
     """Raises CheckpointError where the disk of a folder, which need not be there, has no room for so many bytes."""
     # What a killed process left there is removed before anything is written.
     leftover = sum(each.stat().st_size for each in _unfinished(folder).rglob("*"))
-    free = shutil.disk_usage(_nearest(folder)).free + leftover
+    free = shutil.disk_usage(nearest(folder)).free + leftover
     if free < nbytes:
         raise CheckpointError(f"{folder} needs {nbytes:,} bytes and the disk has {free:,}: make room")
 
 
 def _unfinished(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
-
-
-def _nearest(path: Path) -> Path:
-    """The path, or the first of its parents that is there."""
-    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def plan_files(contents: Iterable[Content], max_shard_bytes: int, parameters: int) -> tuple[list[File], dict[str, Any]]:
