@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.kernels.peers import Peer
 from pallas_kernels import gpu, nvfp4, shapes
@@ -177,6 +178,21 @@ def expanded(key: jax.Array, *shape: int) -> nvfp4.Nvfp4Array | nvfp4.ExpandedAr
 def with_other_scales(key: jax.Array, *shape: int, rule: nvfp4.ScaleRule) -> nvfp4.Nvfp4Array:
     """Packed NVFP4 numbers by a rule such as `OTHER_MATRIX_RULE`."""
     return _quantize_by(normal(key, *shape, scale=0.02), rule)
+
+
+def other_rows(key: jax.Array, M: int, K: int) -> nvfp4.Nvfp4Array:
+    """Packed activations with scales that fp8 cannot hold."""
+    return with_other_scales(key, M, K, rule=OTHER_ROW_RULE)
+
+
+def other_weights(key: jax.Array, *shape: int) -> nvfp4.Nvfp4Array:
+    """Packed weights with scales that fp8 cannot hold."""
+    return with_other_scales(key, *shape, rule=OTHER_MATRIX_RULE)
+
+
+def int32s(numbers: tuple[int, ...]) -> jax.Array:
+    """Numbers such as the rows of each expert, [E] int32."""
+    return jnp.asarray(np.asarray(numbers, np.int32))
 
 
 _quantize_by = jax.jit(nvfp4.quantize, static_argnums=1)

@@ -1,27 +1,22 @@
-"""The cases of the kernel benchmark: dense, grouped, the expert MLP, decoding, quantising, backward,
-attention (`attention_suite`), and log-probs, sampling and the router (`log_prob_suite`).
+"""The cases of the kernel benchmark. Here: dense, grouped, the expert MLP and quantising; modules of their own have decoding,
+gradients of matmuls, attention, and log-probs with sampling and the router.
 
 Let M be rows, N output features, K the summed axis, E experts, k experts per token, T tokens, D the model's width, F an expert's
 inner width.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from experiments.kernels import attention_suite, log_prob_suite, peers
+from experiments.kernels import attention_suite, backward_suite, decode_suite, log_prob_suite, peers
 from experiments.kernels.cases import (
     BF16,
     COPY,
     FP8,
-    OTHER_MATRIX_RULE,
-    OTHER_ROW_RULE,
-    READ,
     ROW_RULE,
     SHARE,
     VS_BF16,
@@ -35,16 +30,18 @@ from experiments.kernels.cases import (
     Scale,
     activations,
     expanded,
+    int32s,
     normal,
+    other_rows,
+    other_weights,
     packed,
     unfused_quantize_dequantize,
-    with_other_scales,
 )
 from experiments.kernels.peers import Peer
 from pallas_kernels import nvfp4, rms_norm, shapes, silu_mul
 from pallas_kernels.combine import combine
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dgrad, grouped_matmul_wgrad
-from pallas_kernels.matmul import matmul, matmul_dgrad, matmul_wgrad
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.matmul import matmul
 
 _EPSILON = 1e-6
 
@@ -53,17 +50,6 @@ def cases(scale: Scale, only: tuple[str, ...]) -> Iterator[Case]:
     """The cases of the suites asked for, in order."""
     for suite in only:
         yield from SUITES[suite](scale)
-
-
-def decode_group_sizes(tokens: int, experts: int, top_k: int, seed: int = 0) -> tuple[int, ...]:
-    """Rows of each expert where every token chooses `top_k` different ones at random."""
-    rng = np.random.default_rng(seed)
-    chosen = np.concatenate([rng.choice(experts, top_k, replace=False) for _ in range(tokens)])
-    return tuple(int(count) for count in np.bincount(chosen, minlength=experts))
-
-
-def _array(sizes: tuple[int, ...]) -> jax.Array:
-    return jnp.asarray(np.asarray(sizes, np.int32))
 
 
 def _unfused(M: int, K: int) -> Other:
@@ -82,7 +68,7 @@ def _ragged_dot(sizes: tuple[int, ...], N: int, K: int) -> Other:
 
     # The weights as ragged_dot wants them, [E, K, N], so that no transposition is timed. A call takes 70 ms on an H200.
     def make(key):
-        return normal(key, M, K), normal(key, E, K, N), _array(sizes)
+        return normal(key, M, K), normal(key, E, K, N), int32s(sizes)
 
     return Other(f"jax.lax.ragged_dot {M} x {N} x {K}", lax.ragged_dot, make, repeats=3, calls=1)
 
@@ -146,21 +132,13 @@ def _dense_of(M: int, shape: shapes.Dense, goal: float) -> Iterator[Case]:
             operands="x and w packed, TE's scales",
             shape=f"{M} x {N} x {K}",
             function=matmul,
-            make=lambda key: (_other_rows(key, M, K), _other_weights(key, N, K)),
+            make=lambda key: (other_rows(key, M, K), other_weights(key, N, K)),
             flops=shape.flops(M),
             nbytes=M * K * shapes.PACKED_BYTES + shape.packed_bytes() + out,
             ceiling=BF16,
             ratios={VS_BF16: against[VS_BF16]},
             native=True,
         )
-
-
-def _other_rows(key: jax.Array, M: int, K: int) -> nvfp4.Nvfp4Array:
-    return with_other_scales(key, M, K, rule=OTHER_ROW_RULE)
-
-
-def _other_weights(key: jax.Array, *shape: int) -> nvfp4.Nvfp4Array:
-    return with_other_scales(key, *shape, rule=OTHER_MATRIX_RULE)
 
 
 def _grouped(scale: Scale) -> Iterator[Case]:
@@ -182,7 +160,7 @@ def _grouped_of(M: int, shape: shapes.Grouped, kind: str) -> Iterator[Case]:
         operands="x and w in fp8",
         shape=words,
         function=grouped_matmul,
-        make=lambda key: (activations(key, M, K), expanded(key, E, N, K), _array(sizes)),
+        make=lambda key: (activations(key, M, K), expanded(key, E, N, K), int32s(sizes)),
         flops=shape.flops(M),
         nbytes=M * K + hit * N * K + 2 * M * N,
         ceiling=FP8,
@@ -196,7 +174,7 @@ def _grouped_of(M: int, shape: shapes.Grouped, kind: str) -> Iterator[Case]:
         operands="x and w bf16",
         shape=words,
         function=grouped_matmul,
-        make=lambda key: (normal(key, M, K), normal(key, E, N, K), _array(sizes)),
+        make=lambda key: (normal(key, M, K), normal(key, E, N, K), int32s(sizes)),
         flops=shape.flops(M),
         nbytes=2 * (M * K + hit * N * K + M * N),
         ceiling=BF16,
@@ -210,7 +188,7 @@ def _grouped_of(M: int, shape: shapes.Grouped, kind: str) -> Iterator[Case]:
             operands="x and w packed, TE's scales",
             shape=words,
             function=grouped_matmul,
-            make=lambda key: (_other_rows(key, M, K), _other_weights(key, E, N, K), _array(sizes)),
+            make=lambda key: (other_rows(key, M, K), other_weights(key, E, N, K), int32s(sizes)),
             flops=shape.flops(M),
             nbytes=M * K * shapes.PACKED_BYTES + shape.packed_bytes(hit) + 2 * M * N,
             ceiling=BF16,
@@ -229,7 +207,7 @@ def _expert_mlp(scale: Scale) -> Iterator[Case]:
     def routing(key):
         slot = jax.random.permutation(key, M).astype(jnp.int32)
         weights = jax.nn.softmax(jax.random.normal(key, (T, k), jnp.float32))
-        return (jnp.argsort(slot) // k).astype(jnp.int32), slot.reshape(T, k), weights, _array(sizes)
+        return (jnp.argsort(slot) // k).astype(jnp.int32), slot.reshape(T, k), weights, int32s(sizes)
 
     def in_fp8(x, w_in, w_out, token, slot, weights, group_sizes):
         gate_up = grouped_matmul(nvfp4.quantize_operand(x, ROW_RULE), w_in, group_sizes, rows=token)
@@ -266,70 +244,6 @@ def _expert_mlp(scale: Scale) -> Iterator[Case]:
         ceiling=BF16,
         **common,
     )
-
-
-def _decode(scale: Scale) -> Iterator[Case]:
-    for tokens in scale.decode_rows:
-        for shape in scale.decode:
-            yield _decode_dense(tokens, shape)
-        for shape in scale.moe.grouped():
-            yield _decode_grouped(tokens, shape)
-            if tokens == 64:
-                yield _decode_other_scales(tokens, shape)
-
-
-def _decode_goals(tokens: int, ratio: str) -> dict[str, float]:
-    return {ratio: 2.5, SHARE: 0.7} if tokens == 64 else {}  # stated for batch 64
-
-
-def _decode_dense(M: int, shape: shapes.Dense) -> Case:
-    N, K = shape.features, shape.depth
-    return Case(
-        suite="decode",
-        name=f"{shape.model} {shape.name}, batch {M}",
-        operands="x in fp8, w packed",
-        shape=f"{M} x {N} x {K}",
-        function=matmul,
-        make=lambda key: (activations(key, M, K), packed(key, N, K)),
-        flops=shape.flops(M),
-        nbytes=shape.packed_bytes(),
-        ceiling=READ,
-        ratios={VS_BF16: Peer(peers.CUBLAS_BF16, (M, N, K))},
-        goals=_decode_goals(M, VS_BF16),
-        native=True,
-    )
-
-
-def _decode_grouped(tokens: int, shape: shapes.Grouped) -> Case:
-    N, K, E = shape.features, shape.depth, shape.experts
-    sizes = decode_group_sizes(tokens, E, shape.top_k)
-    M, hit = sum(sizes), sum(size > 0 for size in sizes)
-    return Case(
-        suite="decode",
-        name=f"{shape.model} {shape.name}, batch {tokens}, {hit} of {E} experts hit",
-        operands="x in fp8, w packed",
-        shape=f"{M} x {N} x {K}, E = {E}",
-        function=grouped_matmul,
-        make=lambda key: (activations(key, M, K), packed(key, E, N, K), _array(sizes)),
-        flops=shape.flops(M),
-        nbytes=shape.packed_bytes(hit),
-        ceiling=READ,
-        ratios={VS_GROUPED: Peer(peers.GROUPED_BF16, (sizes, N, K))},
-        goals=_decode_goals(tokens, VS_GROUPED),
-        native=True,
-    )
-
-
-def _decode_other_scales(tokens: int, shape: shapes.Grouped) -> Case:
-    case, M = _decode_grouped(tokens, shape), tokens * shape.top_k
-    sizes = decode_group_sizes(tokens, shape.experts, shape.top_k)
-
-    def make(key):
-        weights = _other_weights(key, shape.experts, shape.features, shape.depth)
-        return _other_rows(key, M, shape.depth), weights, _array(sizes)
-
-    name = f"{case.name}, scales that fp8 cannot hold"
-    return dataclasses.replace(case, name=name, operands="x and w packed, TE's scales", make=make, goals={})
 
 
 def _quantize(scale: Scale) -> Iterator[Case]:
@@ -405,87 +319,13 @@ def _quantize(scale: Scale) -> Iterator[Case]:
     )
 
 
-def _backward(scale: Scale) -> Iterator[Case]:
-    for shape in scale.backward:
-        yield from _backward_dense(scale.rows, shape)
-    for shape in scale.moe.grouped():
-        yield from _backward_grouped(scale.tokens * shape.top_k, shape)
-
-
-def _backward_dense(M: int, shape: shapes.Dense) -> Iterator[Case]:
-    N, K, name = shape.features, shape.depth, f"{shape.model} {shape.name}"
-    common = dict(suite="backward", shape=f"{M} x {N} x {K}", flops=shape.flops(M), ceiling=BF16)
-    yield Case(
-        name=f"{name} dgrad, w expanded here",
-        operands="g bf16, w packed",
-        function=_dgrad,
-        make=lambda key: (normal(key, M, N), packed(key, N, K)),
-        nbytes=2 * M * N + N * K * 9 / 16 + 2 * M * K,
-        ratios={VS_BF16: Peer(peers.CUBLAS_DGRAD, (M, N, K))},
-        **common,
-    )
-    yield Case(
-        name=f"{name} wgrad, x dequantised here",
-        operands="x in fp8, g bf16",
-        function=matmul_wgrad,
-        make=lambda key: (activations(key, M, K), normal(key, M, N)),
-        nbytes=2 * M * N + M * K + 4 * N * K,
-        ratios={VS_BF16: Peer(peers.CUBLAS_WGRAD, (M, N, K))},
-        **common,
-    )
-
-
-def _backward_grouped(M: int, shape: shapes.Grouped) -> Iterator[Case]:
-    N, K, E, name = shape.features, shape.depth, shape.experts, f"{shape.model} {shape.name}"
-    sizes = shapes.group_sizes(M, E, "equal")
-    common = dict(suite="backward", shape=f"{M} x {N} x {K}, E = {E}", flops=shape.flops(M), ceiling=BF16)
-    dgrad = dict(function=_grouped_dgrad, ratios={VS_GROUPED: Peer(peers.GROUPED_DGRAD, (sizes, N, K))}, **common)
-    wgrad = dict(function=grouped_matmul_wgrad, ratios={VS_GROUPED: Peer(peers.GROUPED_WGRAD, (sizes, N, K))}, **common)
-    yield Case(
-        name=f"{name} dgrad, w expanded here",
-        operands="g bf16, w packed",
-        make=lambda key: (normal(key, M, N), packed(key, E, N, K), _array(sizes)),
-        nbytes=2 * M * N + E * N * K * 9 / 16 + 2 * M * K,
-        **dgrad,
-    )
-    yield Case(
-        name=f"{name} dgrad, bf16 recipe",
-        operands="g and w bf16",
-        make=lambda key: (normal(key, M, N), normal(key, E, N, K), _array(sizes)),
-        nbytes=2 * M * N + 2 * E * N * K + 2 * M * K,
-        **dgrad,
-    )
-    yield Case(
-        name=f"{name} wgrad, x dequantised here",
-        operands="x in fp8, g bf16",
-        make=lambda key: (activations(key, M, K), normal(key, M, N), _array(sizes)),
-        nbytes=2 * M * N + M * K + 4 * E * N * K,
-        **wgrad,
-    )
-    yield Case(
-        name=f"{name} wgrad, bf16 recipe",
-        operands="x and g bf16",
-        make=lambda key: (normal(key, M, K), normal(key, M, N), _array(sizes)),
-        nbytes=2 * M * N + 2 * M * K + 4 * E * N * K,
-        **wgrad,
-    )
-
-
-def _dgrad(g, w):
-    return matmul_dgrad(g, w, out_dtype=jnp.bfloat16)
-
-
-def _grouped_dgrad(g, w, group_sizes):
-    return grouped_matmul_dgrad(g, w, group_sizes, out_dtype=jnp.bfloat16)
-
-
 SUITES = {
     "dense": _dense,
     "grouped": _grouped,
     "expert_mlp": _expert_mlp,
-    "decode": _decode,
+    "decode": decode_suite.cases,
     "quantize": _quantize,
-    "backward": _backward,
+    "backward": backward_suite.cases,
     "attention": attention_suite.cases,
     "log_prob": log_prob_suite.cases,
 }

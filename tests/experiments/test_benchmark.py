@@ -10,7 +10,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from experiments import benchmark, tables
-from experiments.kernels import cases, ceilings, measure, peers, suites
+from experiments.kernels import cases, ceilings, decode_suite, measure, peers, suites
 from experiments.kernels.cases import BF16, COPY, FP8, READ, SHARE, VS_BF16, VS_FP8, Case, Other
 from experiments.kernels.peers import Measured, Peer, Peers
 from experiments.timing import Timing, TimingError, time_jax
@@ -222,7 +222,7 @@ def test_bytes_and_operations_of_a_full_case():
     assert dense.nbytes == 2 * 8192 * 12288 + 4096 * 12288 + 2 * 8192 * 4096
     assert found["Qwen3-8B down, batch 64"].nbytes == 4096 * 12288 * 9 // 16
     decode = found[next(name for name in found if name.startswith("Qwen3-30B-A3B gate_up, batch 16"))]
-    sizes = suites.decode_group_sizes(16, 128, 8)
+    sizes = decode_suite.decode_group_sizes(16, 128, 8)
     hit = sum(size > 0 for size in sizes)
     assert sum(sizes) == 128 and max(sizes) <= 16 and f"{hit} of 128 experts" in decode.name
     assert decode.nbytes == shapes.QWEN3_30B_A3B.grouped()[0].packed_bytes(hit)
