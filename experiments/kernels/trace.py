@@ -7,22 +7,25 @@ The part of the model that a kernel belongs to is the innermost `jax.named_scope
 
 XLA starts many kernels together, as a CUDA graph, and the profile then names the graph in place of the operation. What is left to
 go by: the scope that the whole graph shares, if it has one; the name of a fusion's kernel, which is that of the operation it was
-made for (others with the same code share it: as a rule those of other layers); and for Mosaic kernels, which all have one name,
-the operations that were not seen outside of graphs, where those agree. A kernel of which this says nothing is `OTHER`.
+made for (others with the same code share it: as a rule those of other layers); and for a Mosaic kernel, which many operations
+share, those of its operations that were not seen outside of graphs: where they agree, or else in their order, if one loop or one
+program runs them all. A kernel of which this says nothing is `OTHER`.
 """
 
 import collections
 import dataclasses
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 _OPERATION = re.compile(r'(?=\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)")(.*)')
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _MOSAIC = 'custom_call_target="mosaic_gpu'
+_MOSAIC_KERNEL = re.compile(r"(\w+)_mosaic_gpu_kernel")
 PARTS = ("embed", "attention", "moe", "mlp", "head", "sample", "optimizer", "pack")
 OTHER = "other"
 
@@ -91,18 +94,45 @@ class Operations:
 
     Attributes:
       paths: path of each instruction by name.
-      mosaic: names of those that run a Mosaic kernel.
+      mosaic: computation (a loop's body, a whole program) of each instruction that runs a Mosaic kernel, by name, in the order in
+        which they run.
     """
 
     paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    mosaic: frozenset[str] = frozenset()
+    mosaic: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, *compiled_texts: str) -> "Operations":
         """Reads the texts of compiled programs."""
-        lines = [line for text in compiled_texts for line in text.splitlines()]
-        found = [m.groups() for m in map(_OPERATION.match, lines) if m]
-        return cls({name: path for name, path, _ in found}, frozenset(name for name, _, line in found if _MOSAIC in line))
+        paths, mosaic = {}, {}
+        for number, text in enumerate(compiled_texts):
+            computation = ""
+            for line in text.splitlines():
+                if (begins := _COMPUTATION.match(line)) is not None:
+                    computation = f"{number}: {begins[1]}"
+                elif (operation := _OPERATION.match(line)) is not None:
+                    name, paths[name], rest = operation[1], operation[2], operation[3]
+                    if _MOSAIC in rest:
+                        mosaic[name] = computation
+        return cls(paths, mosaic)
+
+    def of_mosaic_kernels(self, kernels: Sequence[tuple[str, str]]) -> list[str]:
+        """The path of each launch of a Mosaic kernel, "" where it cannot be told.
+
+        Args:
+          kernels: (name, instruction or "") of each, in the order in which they started.
+        """
+        seen, found = {instruction for _, instruction in kernels}, [self.paths.get(instruction, "") for _, instruction in kernels]
+        for op in {name for name, _ in kernels}:
+            # The last two pieces are the kernel's own name and JAX's primitive.
+            left = [each for each in self.mosaic if each not in seen and self.paths[each].split("/")[-2:-1] == [op]]
+            launches = [i for i, (name, _) in enumerate(kernels) if name == op and not found[i]]
+            alike = len({part_of(self.paths[each]) for each in left}) == 1
+            in_order = len({self.mosaic[each] for each in left}) == 1 and len(launches) % len(left) == 0
+            for i, launch in enumerate(launches):
+                if alike or in_order:
+                    found[launch] = self.paths[left[i % len(left)]]
+        return found
 
 
 def short_name(name: str) -> str:
@@ -141,21 +171,25 @@ def from_planes(planes: Iterable[Any], operations: Operations) -> Trace:
         if line.name.startswith("Stream")
         for event in line.events
     ]
-    alone = {str(stats.get("hlo_op", "")) for _, stats in events}
-    in_graphs = {operations.paths[name] for name in operations.mosaic - alone}
-    mosaic_path = in_graphs.pop() if len(set(map(part_of, in_graphs))) == 1 else ""
+    events.sort(key=lambda each: each[0].start_ns)
+    mosaic = [
+        (event, match[1], str(stats.get("hlo_op", "")))
+        for event, stats in events
+        if (match := _MOSAIC_KERNEL.match(short_name(event.name))) is not None
+    ]
+    told = [(name, op if op in operations.paths else "") for _, name, op in mosaic]
+    mosaic_paths = {id(event): path for (event, _, _), path in zip(mosaic, operations.of_mosaic_kernels(told), strict=True)}
 
-    def path(name: str, stats: Mapping[str, Any]) -> str:
+    def path(event: Any, stats: Mapping[str, Any]) -> str:
         for told in (stats.get("tf_op"), stats.get("name")):
             if "/" in str(told):
                 return str(told)
         operation = operations.paths.get(str(stats.get("hlo_op", "")))
-        return operation or operations.paths.get(re.sub(r"_(\d+)$", r".\1", name)) or (mosaic_path if "mosaic" in name else "")
+        return operation or operations.paths.get(re.sub(r"_(\d+)$", r".\1", event.name)) or mosaic_paths.get(id(event), "")
 
     kernels = [
-        Kernel(short_name(event.name), part_of(path(event.name, stats)), event.start_ns / 1e9, event.duration_ns / 1e9)
+        Kernel(short_name(event.name), part_of(path(event, stats)), event.start_ns / 1e9, event.duration_ns / 1e9)
         for event, stats in events
     ]
-    kernels.sort(key=lambda k: k.start)
     first = kernels[0].start if kernels else 0.0
     return Trace(tuple(dataclasses.replace(k, start=k.start - first) for k in kernels))

@@ -40,13 +40,19 @@ def test_a_kernels_short_name(name, short):
 
 def test_operations_are_read_from_a_programs_text():
     text = """
+%body.4 (x: (s32[], bf16[2])) -> (s32[], bf16[2]) {
   %fusion.1 = f32[2]{0} fusion(%p), kind=kLoop, metadata={op_name="jit(f)/moe/add" source_line=3}
   ROOT call.2 = bf16[4] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_type="x" op_name="jit(f)/head/call"}
+}
+
+ENTRY %main.9 (x.1: bf16[2]) -> bf16[2] {
   %no_metadata = f32[] constant(0)
+  %call.3 = bf16[4] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/moe/call"}
+}
 """
     found = trace.Operations.of(text)
-    assert found.paths == {"fusion.1": "jit(f)/moe/add", "call.2": "jit(f)/head/call"}
-    assert found.mosaic == {"call.2"}
+    assert found.paths == {"fusion.1": "jit(f)/moe/add", "call.2": "jit(f)/head/call", "call.3": "jit(f)/moe/call"}
+    assert found.mosaic == {"call.2": "0: body.4", "call.3": "0: main.9"}
 
 
 def _event(kernel, start, duration, **stats):
@@ -71,26 +77,48 @@ def test_kernels_of_a_profile():
     assert by_part["moe"] == (2, pytest.approx(250e-9)) and list(by_part) == ["moe", "head"]
 
 
+def _parts(events, operations):
+    plane = SimpleNamespace(name="/device:GPU:0", lines=[SimpleNamespace(name="Stream #1(Compute)", events=events)])
+    return [kernel.part for kernel in trace.from_planes([plane], operations).kernels]
+
+
+_GRAPH = dict(hlo_op="command_buffer_1", tf_op="XlaModule:")
+
+
 def test_kernels_of_a_cuda_graph():
     """The profile names the graph: parts come from what the graph shares, from a fusion's name, from the one operation left."""
     operations = trace.Operations(
-        {"add_fusion.3": "jit(f)/moe/add", "call.1": "jit(f)/moe/m", "call.2": "jit(f)/head/m", "call.3": "jit(f)/head/n"},
-        frozenset({"call.1", "call.2", "call.3"}),
+        {"add_fusion.3": "jit(f)/moe/add", "call.1": "jit(f)/moe/m/x", "call.2": "jit(f)/head/m/x", "call.3": "jit(f)/head/m/x"},
+        {"call.1": "a", "call.2": "a", "call.3": "b"},
     )
-    graph = dict(hlo_op="command_buffer_1", tf_op="XlaModule:")
-    alone = _event("body_mosaic_gpu_kernel", 0, 1, hlo_op="call.1", tf_op="XlaModule:")
+    alone = _event("m_mosaic_gpu_kernel", 0, 1, hlo_op="call.1", tf_op="XlaModule:")
     events = [
         alone,
-        _event("body_mosaic_gpu_kernel", 1, 1, **graph),
-        _event("add_fusion_3", 2, 1, **graph),
-        _event("body_mosaic_gpu_kernel", 3, 1, name="jit(f)/transpose(jvp(attention))", **graph),
-        _event("sort_4", 4, 1, **graph),
+        _event("m_mosaic_gpu_kernel_0", 1, 1, **_GRAPH),
+        _event("add_fusion_3", 2, 1, **_GRAPH),
+        _event("m_mosaic_gpu_kernel", 3, 1, name="jit(f)/transpose(jvp(attention))", **_GRAPH),
+        _event("sort_4", 4, 1, **_GRAPH),
+        _event("n_mosaic_gpu_kernel", 5, 1, **_GRAPH),
     ]
-    plane = SimpleNamespace(name="/device:GPU:0", lines=[SimpleNamespace(name="Stream #1(Compute)", events=events)])
-    parts = [kernel.part for kernel in trace.from_planes([plane], operations).kernels]
-    assert parts == ["moe", "head", "moe", "attention backward", "other"]
-    plane.lines[0].events.remove(alone)  # then the Mosaic kernel may be one of two parts'
-    assert trace.from_planes([plane], operations).kernels[0].part == "other"
+    assert _parts(events, operations) == ["moe", "head", "moe", "attention backward", "other", "other"]
+    events.remove(alone)  # then the Mosaic kernel may be one of two parts', in different computations
+    assert _parts(events, operations)[0] == "other"
+
+
+def test_mosaic_kernels_of_a_cuda_graph_come_in_order():
+    """As in decoding: a loop's matmuls of attention and head, the first outside of the graph, and others' kernels between."""
+    paths = {"a.1": "f/attention/m/x", "a.2": "f/attention/m/x", "a.3": "f/head/m/x", "a.4": "f/moe/grouped_m/x"}
+    operations = trace.Operations(paths, dict.fromkeys(paths, "body"))
+    turn = [
+        _event("m_mosaic_gpu_kernel", 0, 1, hlo_op="a.1"),
+        _event("m_mosaic_gpu_kernel", 1, 1, **_GRAPH),
+        _event("grouped_m_mosaic_gpu_kernel", 2, 1, **_GRAPH),
+        _event("m_mosaic_gpu_kernel", 3, 1, **_GRAPH),
+    ]
+    later = [SimpleNamespace(**{**vars(each), "start_ns": each.start_ns + 10}) for each in turn]
+    assert _parts([*later, *turn], operations) == ["attention", "attention", "moe", "head"] * 2
+    # A launch too few, and nothing is known of the order.
+    assert _parts([*turn, *later[:-1]], operations) == ["attention", "other", "moe", "other", "attention", "other", "moe"]
 
 
 @pytest.fixture
