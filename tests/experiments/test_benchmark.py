@@ -252,6 +252,7 @@ def test_too_short_for_the_clock_is_no_failure_in_a_quick_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # compiles every case of every suite
 def test_a_quick_run_with_the_real_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "_import_torch", lambda: None)
     path = tmp_path / "x.json"
