@@ -88,9 +88,10 @@ def test_a_sampler_without_fixed_reductions_shows(world, in_tiles, monkeypatch):
                 own_sum = lambda x, axis=-1: replaced.append(x) or jnp.sum(x.astype(jnp.float32), axis=axis)  # noqa: E731
                 monkeypatch.setattr(module, name, own_sum)
     tokens, lengths = pad_prompts(world.prompts, world.config.vocab_size)
-    free = jax.jit(sampling.generate.__wrapped__, static_argnames="params")  # a program of its own, traced here
     ids = jnp.arange(len(tokens), dtype=jnp.uint32)
-    rollouts = free(world.policy, jnp.asarray(tokens), jnp.asarray(lengths), ids, jax.random.key(0), world.sampling)
+    # A function of its own, traced here: JAX would take the trace of one that it knows.
+    free = jax.jit(lambda *arguments: sampling.generate.__wrapped__(*arguments, world.sampling))
+    rollouts = free(world.policy, jnp.asarray(tokens), jnp.asarray(lengths), ids, jax.random.key(0))
     monkeypatch.undo()
     assert len(replaced) >= 16  # five norms and the three sums of attention in both passes; and those of the log-probs
 
