@@ -1,5 +1,6 @@
 """Settings of the whole test-suite: device, shape checks, strict broadcasting."""
 
+import itertools
 import os
 import pathlib
 
@@ -20,6 +21,20 @@ install_import_hook(["minite_jax", *_CHECKED], "beartype.beartype")
 # what a program does, not how a compiler bends it, and leave them out; their slow tests have them, and with --optimized (`make
 # test-all`) all do. Bits are held under XLA's defaults: in contracts, kernels, learner, model, nvfp4 and ops.
 _COMPILED_QUICKLY = {"baselines", "checkpoint", "diagnostics", "experiments", "gguf", "huggingface"}
+
+# XLA takes three memory mappings for every kernel of a CPU's program, a thousand for a sampler's. Linux gives a process 65,530 as
+# a rule, and without one more XLA's compiler ends the process by a segmentation fault. Counting takes up to 0.1 s.
+_MOST_MAPPINGS, _TESTS_BETWEEN = 40_000, 10
+_tests_begun = itertools.count()
+
+
+def _mappings() -> int:
+    """Memory mappings of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/maps", "rb") as lines:
+            return sum(1 for _ in lines)
+    except OSError:
+        return 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,8 +71,10 @@ def pytest_runtest_protocol(item: pytest.Item):
 
     wants_all = item.config.getoption("optimized") or any(item.get_closest_marker(name) for name in ("slow", "gpu"))
     quickly = item.path.parent.name in _COMPILED_QUICKLY and not wants_all
-    if not quickly and os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1":
-        jax.clear_caches()  # the option is no part of their keys
+    of_another_kind = not quickly and os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"  # no part of the caches' keys
+    counts = next(_tests_begun) % _TESTS_BETWEEN == 0 or item.get_closest_marker("slow")
+    if of_another_kind or (counts and _mappings() > _MOST_MAPPINGS):
+        jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", quickly)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for the subprocesses of tests
     return (yield)
