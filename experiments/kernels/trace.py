@@ -116,11 +116,11 @@ class Operations:
                         mosaic[name] = computation
         return cls(paths, mosaic)
 
-    def of_mosaic_kernels(self, kernels: Sequence[tuple[str, str]]) -> list[str]:
-        """The path of each launch of a Mosaic kernel, "" where it cannot be told.
+    def paths_of(self, kernels: Sequence[tuple[str, str]]) -> list[str]:
+        """The path of each launch, by its instruction or, of a Mosaic kernel, by its order; "" where it cannot be told.
 
         Args:
-          kernels: (name, instruction or "") of each, in the order in which they started.
+          kernels: (a Mosaic kernel's name or "", instruction) of each, in the order in which they started.
         """
         seen, found = {instruction for _, instruction in kernels}, [self.paths.get(instruction, "") for _, instruction in kernels]
         for op in {name for name, _ in kernels}:
@@ -172,24 +172,20 @@ def from_planes(planes: Iterable[Any], operations: Operations) -> Trace:
         for event in line.events
     ]
     events.sort(key=lambda each: each[0].start_ns)
-    mosaic = [
-        (event, match[1], str(stats.get("hlo_op", "")))
-        for event, stats in events
-        if (match := _MOSAIC_KERNEL.match(short_name(event.name))) is not None
-    ]
-    told = [(name, op if op in operations.paths else "") for _, name, op in mosaic]
-    mosaic_paths = {id(event): path for (event, _, _), path in zip(mosaic, operations.of_mosaic_kernels(told), strict=True)}
+    names = [_MOSAIC_KERNEL.match(short_name(event.name)) for event, _ in events]
+    paths = operations.paths_of(
+        [(name[1] if name else "", str(stats.get("hlo_op", ""))) for name, (_, stats) in zip(names, events, strict=True)]
+    )
 
-    def path(event: Any, stats: Mapping[str, Any]) -> str:
+    def path(event: Any, stats: Mapping[str, Any], known: str) -> str:
         for told in (stats.get("tf_op"), stats.get("name")):
             if "/" in str(told):
                 return str(told)
-        operation = operations.paths.get(str(stats.get("hlo_op", "")))
-        return operation or operations.paths.get(re.sub(r"_(\d+)$", r".\1", event.name)) or mosaic_paths.get(id(event), "")
+        return known or operations.paths.get(re.sub(r"_(\d+)$", r".\1", event.name), "")
 
     kernels = [
-        Kernel(short_name(event.name), part_of(path(event, stats)), event.start_ns / 1e9, event.duration_ns / 1e9)
-        for event, stats in events
+        Kernel(short_name(event.name), part_of(path(event, stats, known)), event.start_ns / 1e9, event.duration_ns / 1e9)
+        for (event, stats), known in zip(events, paths, strict=True)
     ]
     first = kernels[0].start if kernels else 0.0
     return Trace(tuple(dataclasses.replace(k, start=k.start - first) for k in kernels))

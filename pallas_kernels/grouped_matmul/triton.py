@@ -278,15 +278,14 @@ def _multiply(a, b, a_outer, b_outer, group_sizes, *, out_dtype, rows=None, tran
 def grouped_matmul(x, w, group_sizes, *, rows=None, out_dtype=jnp.bfloat16, kernel="triton"):
     """`grouped_matmul` for operands of any kind; w [E, N, K]. `group_sizes` None: dense, E = 1."""
     num_rows = x.shape[0] if rows is None else rows.shape[0]
-    inner = operands.packed_product(x, w, num_rows)
+    inner, dtype = operands.packed_product(x, w, num_rows), operands.product_dtype(x, w)
     if kernel == "triton" and inner is not None:
         if rows is not None:
             x = operands.take_rows(x, rows)
         sizes = jnp.full((1,), num_rows, jnp.int32) if group_sizes is None else group_sizes.astype(jnp.int32)
         if inner != "native":
-            x = ExpandedArray(*_plain(x, jnp.float8_e4m3fn if inner == "fp8" else jnp.bfloat16))
+            x = ExpandedArray(*_plain(x, dtype))
         return triton_packed.grouped_matmul(x, w, sizes, inner=inner, out_dtype=out_dtype)
-    dtype = operands.product_dtype(x, w)
     x_values, x_outer = _plain(x, dtype)
     w_values, w_outer = _plain(w, dtype)
     return _multiply(x_values, w_values, x_outer, w_outer, group_sizes, rows=rows, out_dtype=out_dtype, kernel=kernel)

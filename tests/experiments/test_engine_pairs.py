@@ -140,6 +140,12 @@ def test_swaps_are_compiled_as_the_first_engine(study, monkeypatch):
     assert study.attribute(pair, log_probs + np.float32(0.5), log_probs) is None
 
 
+def abstract_policy(config, recipe):
+    """Shapes and types of float32 masters and of the policy that is made of them."""
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), abstract_params(config))
+    return params, jax.eval_shape(lambda params: pack(params, config, recipe), params)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="a GPU's programs are traced with Triton's package")
 @pytest.mark.parametrize("name", list(PAIRS))
@@ -148,8 +154,7 @@ def test_a_gpu_can_be_given_every_engine_at_full_width(name):
     config, recipe, pair = qwen3_30b_a3b(num_hidden_layers=2), mt.recipe("nvfp4"), PAIRS[name]
     names = tuple(dict.fromkeys((*pair.first.choices, *pair.groups)))
     with dispatch.planned(90):
-        params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), abstract_params(config))
-        policy = jax.eval_shape(lambda params: pack(params, config, recipe), params)
+        params, policy = abstract_policy(config, recipe)
         tokens = jax.ShapeDtypeStruct((16, 72), jnp.int32)
         fixed = [choices.policy_with(engine.choices, policy, params) for engine in (pair.first, pair.second)]
         switches = jax.eval_shape(lambda: choices.switches_of(names, config, {}))
@@ -166,8 +171,7 @@ def test_a_gpu_can_sample_at_every_level(level):
     """As above, of the sampler: with few tokens a matmul reads packed weights, which a learner's does not."""
     config, recipe, array = qwen3_30b_a3b(num_hidden_layers=2), mt.recipe("nvfp4"), jax.ShapeDtypeStruct
     with dispatch.planned(90):
-        params = jax.tree.map(lambda spec: array(spec.shape, jnp.float32), abstract_params(config))
-        policy = jax.eval_shape(lambda params: pack(params, config, recipe), params)
+        params, policy = abstract_policy(config, recipe)
         inputs = array((16, 8), jnp.int32), array((16,), jnp.int32), array((16,), jnp.uint32), jax.eval_shape(jax.random.key, 0)
         sampling = SamplingParams(max_tokens=64)
         if level == "naive":
