@@ -261,28 +261,32 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
             total_smem = shared["total_smem"].at[me]
             pieces = [slice(c, c + _WIDTH) for c in range(0, K, _WIDTH)]
 
-            def merge(state, chunk, keep):
-                """The running softmax and a chunk's; `keep` gets the pieces of the sum of values."""
-                total_max, total_sum = state
-                max_, sum_, acc = chunk
-                new_max, scale_total, scale_chunk = math.merge_scales(total_max, max_)
-                for p, piece in enumerate(pieces):
-                    keep(p, math.blend(total_smem[p], scale_total, acc[:, piece], scale_chunk))
-                return new_max, math.blend(total_sum, scale_total, sum_, scale_chunk)
+            def add_chunk(c, total):
+                """The running softmax with chunk c. Its values wait in shared memory: registers hold one chunk's."""
+                total_max, total_sum, total_acc = total
 
-            def store(p, value):
-                total_smem[p] = value
+                @pl.when(c > 0)
+                def _():
+                    for p, piece in enumerate(pieces):
+                        total_smem[p] = total_acc[:, piece]
 
-            for p in range(len(pieces)):
-                store(p, _full((_ROWS, _WIDTH), 0.0, plgpu.Layout.WGMMA))
-            state = _full((_ROWS,), -jnp.inf, _ROW), _full((_ROWS,), 0.0, _ROW)
+                max_, sum_, acc = attend_chunk(c)
+
+                def merge():
+                    new_max, scale_total, scale_chunk = math.merge_scales(total_max, max_)
+                    merged = [math.blend(total_smem[p], scale_total, acc[:, piece], scale_chunk) for p, piece in enumerate(pieces)]
+                    return new_max, math.blend(total_sum, scale_total, sum_, scale_chunk), jnp.concatenate(merged, axis=1)
+
+                return lax.cond(c > 0, merge, lambda: (max_, sum_, acc))  # a first chunk and nothing are the chunk
+
             chunks = lax.div(blocks + CHUNK_BLOCKS - 1, jnp.int32(CHUNK_BLOCKS))
-            total_max, total_sum = lax.fori_loop(0, chunks, lambda c, state: merge(state, attend_chunk(c), store), state)
+            nothing = _full((_ROWS,), -jnp.inf, _ROW), _full((_ROWS,), 0.0, _ROW), _full((_ROWS, K), 0.0, plgpu.Layout.WGMMA)
+            total_max, total_sum, acc = lax.fori_loop(0, chunks, add_chunk, nothing)
 
         inverse = math.inverse(total_sum)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left
         for half in range(halves):
-            piece = acc[:, half * _WIDTH : (half + 1) * _WIDTH] if one_chunk else total_smem[half]
+            piece = acc[:, half * _WIDTH : (half + 1) * _WIDTH]
             mean = math.scaled(piece, inverse, plus_zero=True).astype(jnp.bfloat16)
             out_smem[me, half] = mean.reshape(tokens, G, _WIDTH) if interpret else mean
         lse_smem[me] = total_max + jnp.log2(total_sum)
