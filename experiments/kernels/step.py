@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import minite_jax as mt
-from experiments.kernels import trace
+from experiments.kernels import operations, trace
 from minite_jax.learner import Batch, OptimizerConfig, grpo_loss, init_state, make_optimizer, make_update
 from minite_jax.metrics.plots import new_figure, save_figure
 from minite_jax.model.config import ModelConfig
@@ -112,7 +112,7 @@ def _learner(params: dict, policy: mt.Policy, settings: Settings) -> Step:
 
     run()
     seconds = statistics.median(_clock(run) for _ in range(settings.repeats))
-    found = trace.record(run, [program])
+    found = trace.record(run, program)
     return Step(f"update, {policy.recipe.name}", seconds, found.busy, found.by(_key), tokens.size)
 
 
@@ -128,15 +128,28 @@ def _decode(policy: mt.Policy, settings: Settings) -> Step:
         run = lambda program=program: jax.block_until_ready(program(policy, tokens, lengths, ids, jax.random.key(0)))  # noqa: E731
         run()
         seconds.append(statistics.median(_clock(run) for _ in range(settings.repeats)))
-        traces.append(trace.record(run, [program]))
+        traces.append(trace.record(run, program))
     first, second = traces
     count = settings.steps[1] - settings.steps[0]
-    kernels = collections.defaultdict(lambda: (0.0, 0.0), second.by(_key))
-    for key, (launches, spent) in first.by(_key).items():
-        kernels[key] = (kernels[key][0] - launches, kernels[key][1] - spent)
-    kernels = {key: (launches / count, spent / count) for key, (launches, spent) in kernels.items() if launches > 0}
+    kernels = {key: (launches / count, spent / count) for key, (launches, spent) in difference(first, second).items()}
     name = f"decoded token, batch {settings.decode_rows}, {policy.recipe.name}"
     return Step(name, (seconds[1] - seconds[0]) / count, (second.busy - first.busy) / count, kernels, settings.decode_rows)
+
+
+def difference(first: trace.Trace, second: trace.Trace) -> dict[tuple[str, str], tuple[int, float]]:
+    """Launches and seconds by (part, kernel) that the second has and the first, a shorter run of the same, has not."""
+
+    def more(less: dict, all_of: dict) -> dict:
+        found = {key: (0, 0.0) for key in less} | all_of
+        return {key: (n - less.get(key, (0, 0.0))[0], s - less.get(key, (0, 0.0))[1]) for key, (n, s) in found.items()}
+
+    found = more(first.by(_key), second.by(_key))
+    # A longer run has no fewer launches: the parts of these kernels were told in one of the two alone, and so are not known.
+    unsure = {name for (_, name), (launches, _) in found.items() if launches < 0}
+    sure = {key: each for key, each in found.items() if key[1] not in unsure}
+    name = lambda kernel: (operations.OTHER, kernel.name) if kernel.name in unsure else None  # noqa: E731
+    sure |= {key: each for key, each in more(first.by(name), second.by(name)).items() if key}
+    return {key: each for key, each in sure.items() if each[0] > 0}
 
 
 def _key(kernel: trace.Kernel) -> tuple[str, str]:
@@ -175,7 +188,7 @@ def rows(step: Step) -> list[dict]:
 
 def draw(steps: list[Step], path: Path) -> Path:
     """A bar for each step, cut into the parts of the model."""
-    in_order = [name for part in (*trace.PARTS, trace.OTHER) for name in (part, f"{part} backward")]
+    in_order = [name for part in (*operations.PARTS, operations.OTHER) for name in (part, f"{part} backward")]
     names = [name for name in in_order if any(name in parts(step) for step in steps)]
     kinds = list(dict.fromkeys(step.program.split(",")[0] for step in steps))
     with new_figure(figure_figsize=(9, 1.6 + 1.1 * len(steps))) as figure:

@@ -3,31 +3,19 @@
     trace = record(lambda: jax.block_until_ready(step(*arguments)))
     trace.busy, trace.span, trace.by(lambda kernel: kernel.part)
 
-The part of the model that a kernel belongs to is the innermost `jax.named_scope` of `PARTS` around the operation that it runs.
-
-XLA starts many kernels together, as a CUDA graph, and the profile then names the graph in place of the operation. What is left to
-go by: the scope that the whole graph shares, if it has one; the name of a fusion's kernel, which is that of the operation it was
-made for (others with the same code share it: as a rule those of other layers); and for a Mosaic kernel, which many operations
-share, those of its operations that were not seen outside of graphs: where they agree, or else in their order, if one loop or one
-program runs them all. A kernel of which this says nothing is `OTHER`.
+What part of the model a kernel belongs to: `operations`.
 """
 
 import collections
 import dataclasses
-import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-_OPERATION = re.compile(r'(?=\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)")(.*)')
-_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_MOSAIC = 'custom_call_target="mosaic_gpu'
-_MOSAIC_KERNEL = re.compile(r"(\w+)_mosaic_gpu_kernel")
-PARTS = ("embed", "attention", "moe", "mlp", "head", "sample", "optimizer", "pack")
-OTHER = "other"
+from experiments.kernels.operations import Launch, Operations, part_of, short_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +24,7 @@ class Kernel:
 
     Attributes:
       name: of the kernel, without its arguments.
-      part: one of `PARTS`, with " backward" behind it inside a gradient, or `OTHER`.
+      part: one of `operations.PARTS`, with " backward" behind it inside a gradient, or `operations.OTHER`.
       start: seconds since the trace began.
       seconds: how long it ran.
     """
@@ -77,78 +65,14 @@ class Trace:
         return {k: (int(n), s) for k, (n, s) in sorted(found.items(), key=lambda item: -item[1][1])}
 
 
-def part_of(op_name: str) -> str:
-    """The part of the model in an operation's path: ``jit(update)/transpose(jvp(moe))/..`` is "moe backward"."""
-    part = OTHER
-    for piece in op_name.split("/"):
-        words = re.findall(r"[a-z_]+", piece)
-        part = next((word for word in reversed(words) if word in PARTS), part)
-    if part in ("optimizer", "pack", OTHER):
-        return part
-    return part + (" backward" if "transpose(" in op_name else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class Operations:
-    """Operations of compiled programs.
-
-    Attributes:
-      paths: path of each instruction by name.
-      mosaic: computation (a loop's body, a whole program) of each instruction that runs a Mosaic kernel, by name, in the order in
-        which they run.
-    """
-
-    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    mosaic: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, *compiled_texts: str) -> "Operations":
-        """Reads the texts of compiled programs."""
-        paths, mosaic = {}, {}
-        for number, text in enumerate(compiled_texts):
-            computation = ""
-            for line in text.splitlines():
-                if (begins := _COMPUTATION.match(line)) is not None:
-                    computation = f"{number}: {begins[1]}"
-                elif (operation := _OPERATION.match(line)) is not None:
-                    name, paths[name], rest = operation[1], operation[2], operation[3]
-                    if _MOSAIC in rest:
-                        mosaic[name] = computation
-        return cls(paths, mosaic)
-
-    def paths_of(self, kernels: Sequence[tuple[str, str]]) -> list[str]:
-        """The path of each launch, by its instruction or, of a Mosaic kernel, by its order; "" where it cannot be told.
-
-        Args:
-          kernels: (a Mosaic kernel's name or "", instruction) of each, in the order in which they started.
-        """
-        seen, found = {instruction for _, instruction in kernels}, [self.paths.get(instruction, "") for _, instruction in kernels]
-        for op in {name for name, _ in kernels}:
-            # The last two pieces are the kernel's own name and JAX's primitive.
-            left = [each for each in self.mosaic if each not in seen and self.paths[each].split("/")[-2:-1] == [op]]
-            launches = [i for i, (name, _) in enumerate(kernels) if name == op and not found[i]]
-            alike = len({part_of(self.paths[each]) for each in left}) == 1
-            in_order = len({self.mosaic[each] for each in left}) == 1 and len(launches) % len(left) == 0
-            for i, launch in enumerate(launches):
-                if alike or in_order:
-                    found[launch] = self.paths[left[i % len(left)]]
-        return found
-
-
-def short_name(name: str) -> str:
-    """A kernel's name without template arguments, parameters and return type."""
-    name = re.sub(r"<.*|\(.*", "", name.removeprefix("void "))
-    return re.sub(r"_\d+$", "", name.split("::")[-1])
-
-
-def record(run: Callable[[], Any], programs: Iterable[Any] = ()) -> Trace:
+def record(run: Callable[[], Any], program: Any) -> Trace:
     """Runs something under the profiler.
 
     Args:
       run: returns when the device is done.
-      programs: compiled programs that it runs (`jit(f).lower(..).compile()`), whose instructions tell the kernels' parts.
+      program: the compiled program that it runs (`jit(f).lower(..).compile()`), whose instructions tell the kernels' parts.
     """
-    operations = Operations.of(*(program.as_text() for program in programs))
+    operations = Operations.of(program.as_text())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -161,31 +85,36 @@ def from_planes(planes: Iterable[Any], operations: Operations) -> Trace:
 
     Args:
       planes: of `jax.profiler.ProfileData`; only the streams of GPUs count.
-      operations: of the programs that ran.
+      operations: of the program that ran.
     """
-    events = [
-        (event, dict(event.stats))
-        for plane in planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-    events.sort(key=lambda each: each[0].start_ns)
-    names = [_MOSAIC_KERNEL.match(short_name(event.name)) for event, _ in events]
-    paths = operations.paths_of(
-        [(name[1] if name else "", str(stats.get("hlo_op", ""))) for name, (_, stats) in zip(names, events, strict=True)]
-    )
-
-    def path(event: Any, stats: Mapping[str, Any], known: str) -> str:
-        for told in (stats.get("tf_op"), stats.get("name")):
-            if "/" in str(told):
-                return str(told)
-        return known or operations.paths.get(re.sub(r"_(\d+)$", r".\1", event.name), "")
-
-    kernels = [
-        Kernel(short_name(event.name), part_of(path(event, stats, known)), event.start_ns / 1e9, event.duration_ns / 1e9)
-        for (event, stats), known in zip(events, paths, strict=True)
-    ]
+    kernels = []
+    for plane in planes:  # a GPU each: their launches are no one sequence
+        if plane.name.startswith("/device:GPU"):
+            launches = _launches(plane, operations)
+            for launch, path in zip(launches, operations.paths_of(launches), strict=True):
+                kernels.append(
+                    Kernel(short_name(launch.kernel), part_of(path), launch.start / 1e9, (launch.end - launch.start) / 1e9)
+                )
+    kernels.sort(key=lambda kernel: kernel.start)
     first = kernels[0].start if kernels else 0.0
     return Trace(tuple(dataclasses.replace(k, start=k.start - first) for k in kernels))
+
+
+def _launches(plane: Any, operations: Operations) -> list[Launch]:
+    """The launches of one GPU, in the order in which they started."""
+    events = [(event, dict(event.stats)) for line in plane.lines if line.name.startswith("Stream") for event in line.events]
+    events.sort(key=lambda each: each[0].start_ns)
+    # Instructions of other programs have the same names. Where no launch is of ours, the profile spells programs otherwise.
+    told = any(stats.get("hlo_module") == operations.module for _, stats in events)
+    return [
+        Launch(
+            event.name,
+            event.start_ns,
+            event.start_ns + event.duration_ns,
+            instruction="" if foreign else str(stats.get("hlo_op", "")),
+            path=next((str(stats[key]) for key in ("tf_op", "name") if "/" in str(stats.get(key))), ""),
+            foreign=foreign,
+        )
+        for event, stats in events
+        for foreign in [told and stats.get("hlo_module") not in (None, operations.module)]
+    ]

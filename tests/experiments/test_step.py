@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments.kernels import operations as ops
 from experiments.kernels import step, trace
 
 
@@ -22,7 +23,7 @@ from experiments.kernels import step, trace
     ],
 )
 def test_the_part_of_an_operation(path, part):
-    assert trace.part_of(path) == part
+    assert ops.part_of(path) == part
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_the_part_of_an_operation(path, part):
     ],
 )
 def test_a_kernels_short_name(name, short):
-    assert trace.short_name(name) == short
+    assert ops.short_name(name) == short
 
 
 def test_operations_are_read_from_a_programs_text():
@@ -50,9 +51,10 @@ ENTRY %main.9 (x.1: bf16[2]) -> bf16[2] {
   %call.3 = bf16[4] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/moe/call"}
 }
 """
-    found = trace.Operations.of(text)
-    assert found.paths == {"fusion.1": "jit(f)/moe/add", "call.2": "jit(f)/head/call", "call.3": "jit(f)/moe/call"}
-    assert found.mosaic == {"call.2": "0: body.4", "call.3": "0: main.9"}
+    found = ops.Operations.of(text)
+    paths = {"fusion.1": "jit(f)/moe/add", "call.2": "jit(f)/head/call", "call.3": "jit(f)/moe/call", "no_metadata": ""}
+    assert found.paths == paths
+    assert found.mosaic == {"call.2": "body.4", "call.3": "main.9"}
 
 
 def _event(kernel, start, duration, **stats):
@@ -69,7 +71,7 @@ def test_kernels_of_a_profile():
         SimpleNamespace(name="XLA Ops", events=[_event("a_kernel", 0, 9999)]),
     ]
     planes = [SimpleNamespace(name="/device:GPU:0", lines=streams), SimpleNamespace(name="/host:CPU", lines=streams)]
-    found = trace.from_planes(planes, trace.Operations({"call.7": "jit(f)/head/y"}))
+    found = trace.from_planes(planes, ops.Operations({"call.7": "jit(f)/head/y"}))
     assert [(k.name, k.part) for k in found.kernels] == [("a_kernel", "moe"), ("a_kernel", "moe"), ("b_kernel", "head")]
     assert found.span == pytest.approx(400e-9)
     assert found.busy == pytest.approx(300e-9)  # 1000..1200 and 1300..1400: what overlaps counts once
@@ -87,7 +89,7 @@ _GRAPH = dict(hlo_op="command_buffer_1", tf_op="XlaModule:")
 
 def test_kernels_of_a_cuda_graph():
     """The profile names the graph: parts come from what the graph shares, from a fusion's name, from the one operation left."""
-    operations = trace.Operations(
+    operations = ops.Operations(
         {"add_fusion.3": "jit(f)/moe/add", "call.1": "jit(f)/moe/m/x", "call.2": "jit(f)/head/m/x", "call.3": "jit(f)/head/m/x"},
         {"call.1": "a", "call.2": "a", "call.3": "b"},
     )
@@ -107,8 +109,8 @@ def test_kernels_of_a_cuda_graph():
 
 def test_mosaic_kernels_of_a_cuda_graph_come_in_order():
     """As in decoding: a loop's matmuls of attention and head, the first outside of the graph, and others' kernels between."""
-    paths = {"a.1": "f/attention/m/x", "a.2": "f/attention/m/x", "a.3": "f/head/m/x", "a.4": "f/moe/grouped_m/x"}
-    operations = trace.Operations(paths, dict.fromkeys(paths, "body"))
+    paths = {"a.1": "f/attention/m/x", "a.2": "f/attention/m/x", "a.4": "f/moe/grouped_m/x", "a.3": "f/head/m/x"}
+    operations = ops.Operations(paths, dict.fromkeys(paths, "body"))
     turn = [
         _event("m_mosaic_gpu_kernel", 0, 1, hlo_op="a.1"),
         _event("m_mosaic_gpu_kernel", 1, 1, **_GRAPH),
@@ -119,6 +121,121 @@ def test_mosaic_kernels_of_a_cuda_graph_come_in_order():
     assert _parts([*later, *turn], operations) == ["attention", "attention", "moe", "head"] * 2
     # A launch too few, and nothing is known of the order.
     assert _parts([*turn, *later[:-1]], operations) == ["attention", "other", "moe", "other", "attention", "other", "moe"]
+
+
+def _stream(letters, *, seen=(), long=(), at_once=False):
+    """Launches one after the other, a letter each: of attention ("a"), moe ("m") and head ("h"); all but `moe`'s are kernel "k".
+    Those whose numbers are `seen` run outside of graphs."""
+    name = {"a": "k", "m": "g", "h": "k"}
+    op = {"a": "k.1", "m": "g.2", "h": "k.3"}
+    return [
+        _event(
+            f"{name[each]}_mosaic_gpu_kernel",
+            0 if at_once else 10 * i,
+            25 if i in long else 5,
+            **(dict(hlo_op=op[each]) if i in seen else _GRAPH),
+        )
+        for i, each in enumerate(letters)
+    ]
+
+
+_LOOP = {"k.1": "f/attention/k/x", "g.2": "f/moe/g/x", "k.3": "f/head/k/x"}
+_A_LOOP = ops.Operations(_LOOP, dict.fromkeys(_LOOP, "body"))
+_ALIKE = {"k.1": "f/attention/k/x", "k.3": "f/head/k/x"}
+_NO_MOE = ops.Operations(_ALIKE, dict.fromkeys(_ALIKE, "body"))
+_TWO_LOOPS = ops.Operations(_LOOP | {"k.4": "f/head/k/x"}, dict.fromkeys(_LOOP, "body") | {"k.4": "main"})
+
+
+# Launches, operations, and the part that each launch is known to be of.
+_PROFILES = {
+    "whole": (_stream("amh" * 3), _A_LOOP, "amh" * 3),
+    "many replays": (_stream("amh" * 1000), _A_LOOP, "amh" * 1000),
+    "cut at the end": (_stream("amham"), _A_LOOP, "-m--m"),
+    # As many launches as in three turns, of which none begins with attention's.
+    "cut at both ends": (_stream("hamhamham"), _A_LOOP, "--m--m--m"),
+    "cut at the start, where a turn could begin anywhere": (_stream("hahaha"), _NO_MOE, "------"),
+    "the same, with one of each turn outside of graphs": (_stream("ahahah", seen=(0, 2, 4)), _NO_MOE, "ahahah"),
+    "one of them lost on the way": (_stream("amhmhaamh"), _A_LOOP, "-m-m---m-"),
+    # attention ran outside of graphs at first and inside afterwards: what is inside is not all head's.
+    "inside and outside": (_stream("ahahah", seen=(0,)), _NO_MOE, "a-----"),
+    "inside and outside, two programs": (_stream("amhamh", seen=(0,)), _TWO_LOOPS, "am--m-"),
+    "at the same time": (_stream("amhamh", long=(0,)), _A_LOOP, "-m--m-"),
+    "all at once": (_stream("amh", at_once=True), _A_LOOP, "-m-"),
+    "another's launches between": (_stream("amhaamh"), _A_LOOP, "-m---m-"),
+    "nothing known": (_stream("amh"), ops.Operations(), "---"),
+    "no launch": ([], _A_LOOP, ""),
+}
+
+
+@pytest.mark.parametrize("name", _PROFILES)
+def test_a_graphs_mosaic_kernels_are_in_the_right_part_or_in_none(name):
+    events, operations, expected = _PROFILES[name]
+    letters = {"attention": "a", "moe": "m", "head": "h", "other": "-"}
+    assert "".join(letters[part] for part in _parts(events, operations)) == expected
+
+
+def test_each_gpu_has_its_own_turns():
+    """Those of two, launch by launch, are as many as of one that ran twice as often."""
+    line = SimpleNamespace(name="Stream #1(Compute)", events=_stream("ahah", seen=(0, 2)))
+    planes = [SimpleNamespace(name=f"/device:GPU:{i}", lines=[line]) for i in range(2)]
+    parts = [kernel.part for kernel in trace.from_planes(planes, _NO_MOE).kernels]
+    assert parts == ["attention", "attention", "head", "head"] * 2
+    line.events = _stream("amhamh")
+    parts = [kernel.part for kernel in trace.from_planes(planes, _A_LOOP).kernels]
+    assert parts == ["attention", "attention", "moe", "moe", "head", "head"] * 2
+
+
+def _text(first, second):
+    """A program of two fusions of the same code but for its names, and one of another code."""
+    body = """
+%{name} (p.{i}: f32[2]) -> f32[2] {{
+  %p.{i} = f32[2]{{0}} parameter(0)
+  ROOT %{op}.{i} = f32[2]{{0}} {op}(%p.{i}), metadata={{op_name="jit(f)/{part}/{op}" stack_frame_id={i}}}
+}}
+"""
+    fusion = '  %loop_fusion.{i} = f32[2]{{0}} fusion(%x), kind=kLoop, calls=%{name}, metadata={{op_name="jit(f)/{part}/{op}"}}\n'
+    of = enumerate([("sine", first), ("sine", second), ("cosine", "embed")])
+    each = [dict(i=i, name=f"body.{i}", op=op, part=part) for i, (op, part) in of]
+    main = "".join(fusion.format(**x) for x in each)
+    bodies = "".join(body.format(**x) for x in each)
+    return f"HloModule jit_f, is_scheduled=true\n{bodies}\nENTRY %main (x: f32[2]) -> f32[2] {{\n{main}}}\n"
+
+
+def test_fusions_of_the_same_code_may_share_a_kernel():
+    alone = _event("loop_fusion_0", 0, 1, hlo_op="loop_fusion.0")
+    in_graph = [_event("loop_fusion_0", 1, 1, **_GRAPH), _event("loop_fusion_2", 2, 1, **_GRAPH)]
+    assert _parts(in_graph, ops.Operations.of(_text("moe", "moe"))) == ["moe", "embed"]
+    two = ops.Operations.of(_text("moe", "head"))
+    assert _parts(in_graph, two) == ["other", "embed"]
+    assert _parts([alone, *in_graph], two) == ["moe", "other", "embed"]  # head's, under the name of moe's
+
+
+def test_an_instruction_without_a_path_is_not_the_one_its_kernel_is_named_after():
+    operations = ops.Operations({"copy.1": "jit(f)/moe/copy", "copy.2": ""})
+    assert _parts([_event("copy_1", 0, 1, hlo_op="copy.2"), _event("copy_1", 1, 1, **_GRAPH)], operations) == ["other", "moe"]
+
+
+def test_instructions_of_another_program():
+    operations = ops.Operations({"add.1": "jit(f)/moe/add", "k.1": "f/head/k/x"}, {"k.1": "main"}, module="jit_f")
+    events = [
+        _event("add_1", 0, 1, hlo_op="add.1", hlo_module="jit_g"),
+        _event("k_mosaic_gpu_kernel", 1, 1, hlo_module="jit_g", **_GRAPH),
+        _event("add_1", 2, 1, hlo_op="add.1", hlo_module="jit_f"),
+        _event("k_mosaic_gpu_kernel", 3, 1, hlo_module="jit_f", **_GRAPH),
+    ]
+    assert _parts(events, operations) == ["other", "other", "moe", "head"]
+
+
+def test_what_a_longer_run_has_more():
+    def run(*kernels):
+        return trace.Trace(tuple(trace.Kernel(name, part, 0.0, 1.0) for part, name in kernels))
+
+    kernels = ("head", "k"), ("moe", "k"), ("moe", "g")
+    one, two = run(*kernels), run(*kernels, *kernels)
+    assert step.difference(one, two) == {("head", "k"): (1, 1.0), ("moe", "k"): (1, 1.0), ("moe", "g"): (1, 1.0)}
+    # A run in which a kernel's part could not be told does not make it another's.
+    untold = run(("other", "k"), ("other", "k"), ("moe", "g"))
+    assert step.difference(untold, two) == {("other", "k"): (2, 2.0), ("moe", "g"): (1, 1.0)}
 
 
 @pytest.fixture
