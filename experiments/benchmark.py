@@ -182,15 +182,16 @@ def steps() -> list[dict]:
         raise UserError("there is no GPU here: --quick tries the script with a tiny model on a CPU")
     path = out_path("step", quick)
     config = mt.model.tiny_moe() if quick else getattr(mt.model, _MODEL.value)(num_hidden_layers=_LAYERS.value)
+    settings = step.TINY if quick else step.Settings(rows=_ROWS.value)
     width = "a tiny model: these times say nothing"
     if not quick:
-        width = f"{_MODEL.value}, {_LAYERS.value} layers, {_ROWS.value} sequences an update"
+        width = f"{_MODEL.value}, {_LAYERS.value} layers; {step.in_words(settings)}"
     where, measured = origin(Peers(1)), []
 
     def save() -> list[dict]:
         """After each program: a run that is cut has what it measured."""
         rows = [row for each in measured for row in step.rows(each)]
-        write_results(
+        table = write_results(
             path,
             name=path.stem,
             title=f"Where a step's time goes on one {jax.devices()[0].device_kind} ({width})",
@@ -200,11 +201,11 @@ def steps() -> list[dict]:
             provenance=where,
             sections="program",
         )
-        step.draw(measured, path.with_name(f"{path.stem}_parts.png"))
+        step.draw(table, path.with_name(f"{path.stem}_parts.png"))
         return rows
 
     for recipe in _RECIPES.value:
-        for each in step.measure(config, mt.recipe(recipe), step.TINY if quick else step.Settings(rows=_ROWS.value)):
+        for each in step.measure(config, mt.recipe(recipe), settings):
             measured.append(each)
             rows = save()
             print(f"{each.program}: {1e3 * each.seconds:.2f} ms, {each.tokens / each.seconds:,.0f} tokens/s", flush=True)

@@ -50,7 +50,7 @@ COLUMNS = [
     {"key": "recipe", "label": "recipe", "unit": ""},
     {"key": "nll", "label": "negative log-likelihood", "unit": "nats/token"},
     {"key": "perplexity", "label": "perplexity", "unit": ""},
-    {"key": "more", "label": "more than the first", "unit": "nats/token"},
+    {"key": "more", "label": "above the first recipe", "unit": "nats/token"},
     {"key": "low", "label": "95 % from", "unit": "nats/token"},
     {"key": "high", "label": "to", "unit": "nats/token"},
     {"key": "seconds", "label": "time", "unit": "s"},
@@ -173,7 +173,7 @@ def main(argv: list[str]) -> None:
         path_written,
         name=path_written.stem,
         title=f"Negative log-likelihood of {path.name} under each recipe",
-        columns=COLUMNS,
+        columns=[column | ({"label": f"above {recipes[0].name}"} if column["key"] == "more" else {}) for column in COLUMNS],
         rows=compared_rows(nll, seconds),
         provenance=cli.origin(),
         notes=f"Text: {source} ({len(text.encode('utf-8')):,} bytes, SHA-256 {digest}...; {len(ids):,} tokens), of which "

@@ -145,7 +145,8 @@ class Run:
     def _summarize(self) -> None:
         """Draws the plots and prints what the run came to."""
         labels = (f"{self.setup.engine} sampler", f"{self._beside_engine} sampler")
-        plots = plot_metrics(self.workdir, also=self.config.plot_beside or None, labels=labels)
+        about = f"recipe {self.setup.recipe.name}"
+        plots = plot_metrics(self.workdir, also=self.config.plot_beside or None, labels=labels, about=about)
         rows = [row for row in read_metrics(self.workdir) if names.GAP_MAX in row]
         print(f"held-out: {_short(self._evaluate())}")
         if rows:

@@ -7,8 +7,9 @@ A model of full width and few layers runs the programs of training themselves: `
 import collections
 import dataclasses
 import statistics
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ NOTES = (
     "Hopper GPU NVFP4 matmuls are fp8 or bfloat16 arithmetic on 4-bit values."
 )
 _KERNELS_SHOWN = 14
+_IDLE = "no kernel runs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,12 @@ class Settings:
 
 
 TINY = Settings(rows=2, length=16, decode_rows=2, context=8, steps=(1, 3), repeats=1)
+
+
+def in_words(settings: Settings) -> str:
+    """What an update and a decoded token are, for a title."""
+    first, last = (settings.context + new for new in settings.steps)
+    return f"updates of {settings.rows} x {settings.length:,} tokens, decoded tokens behind {first:,} to {last:,} others"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,38 +188,54 @@ def rows(step: Step) -> list[dict]:
     by_time = sorted(step.kernels.items(), key=lambda item: -item[1][1])
     return [
         row(f"whole step, {step.tokens / step.seconds:,.0f} tokens/s", "", "", step.seconds),
-        row("no kernel runs", "", "", max(0.0, step.seconds - step.busy)),
+        row(_IDLE, "", "", max(0.0, step.seconds - step.busy)),
         *(row(part, "all", "", seconds) for part, seconds in parts(step).items()),
         *(row(part, kernel, launches, seconds) for (part, kernel), (launches, seconds) in by_time[:_KERNELS_SHOWN]),
     ]
 
 
-def draw(steps: list[Step], path: Path) -> Path:
-    """A bar for each step, cut into the parts of the model."""
+def draw(results: Mapping[str, Any], path: Path) -> Path:
+    """A bar for each step, cut into the parts of the model.
+
+    Args:
+      results: the table (`minite_jax.metrics.results`) of `rows`, so that a picture can be made anew without a GPU.
+      path: the PNG to write, under a temporary name first.
+    """
+    by_program: dict[str, list[dict]] = collections.defaultdict(list)
+    for row in results["rows"]:
+        by_program[row["program"]].append(row)
+    parts = {
+        program: {row["part"]: row["time"] / 1e3 for row in rows if row["kernel"] == "all" or row["part"] == _IDLE}
+        for program, rows in by_program.items()
+    }
     in_order = [name for part in (*operations.PARTS, operations.OTHER) for name in (part, f"{part} backward")]
-    names = [name for name in in_order if any(name in parts(step) for step in steps)]
-    kinds = list(dict.fromkeys(step.program.split(",")[0] for step in steps))
-    with new_figure(figure_figsize=(9, 1.6 + 1.1 * len(steps))) as figure:
+    names = [*(name for name in in_order if any(name in each for each in parts.values())), _IDLE]
+    # A part and its backward have one colour, the backward is hatched.
+    look = {name: dict(color=f"C{in_order.index(name) // 2 % 10}") for name in names if name != _IDLE}
+    look[_IDLE] = dict(color="#dddddd")
+    for name in names:
+        look[name] |= dict(hatch="//" if name.endswith("backward") else "", edgecolor="white", linewidth=0.4)
+    kinds: dict[str, list[str]] = collections.defaultdict(list)
+    for program in parts:
+        kinds[program.split(",")[0]].append(program)
+    with new_figure(figure_figsize=(9, 2.2 + 1.1 * len(parts))) as figure:
+        origin = results["provenance"]
+        revision = origin["revision"][:12] + (" with local changes" if origin.get("dirty") else "")
+        title = textwrap.fill(f"{results['title']}, revision {revision}", 90)
+        figure.suptitle(title, fontweight="bold", fontsize="medium", x=0.01, ha="left")
         all_axes = figure.subplots(len(kinds), 1, squeeze=False)[:, 0]
-        # A part and its backward have one colour, the backward is hatched.
-        colours = {name: f"C{in_order.index(name) // 2 % 10}" for name in names}
-        for axes, kind in zip(all_axes, kinds, strict=True):
-            shown = [step for step in steps if step.program.split(",")[0] == kind]
-            for y, step in enumerate(shown):
+        for axes, (kind, programs) in zip(all_axes, kinds.items(), strict=True):
+            for y, program in enumerate(programs):
                 left = 0.0
-                for part in names:
-                    width = 1e3 * parts(step).get(part, 0.0)
-                    hatch = "//" if part.endswith("backward") else ""
-                    axes.barh(y, width, left=left, color=colours[part], hatch=hatch, edgecolor="white", linewidth=0.4)
+                for name in names:
+                    width = parts[program].get(name, 0.0)
+                    axes.barh(y, width, left=left, **look[name])
                     left += width
-                idle = max(0.0, 1e3 * (step.seconds - step.busy))
-                axes.barh(y, idle, left=left, color="#dddddd", edgecolor="white", linewidth=0.4)
-            axes.set_yticks(range(len(shown)), [step.program.split(", ", 1)[-1] for step in shown])
+            axes.set_yticks(range(len(programs)), [program.split(", ", 1)[-1] for program in programs])
             axes.invert_yaxis()
             axes.set_title(f"One {kind}" if kind != "update" else "One update of the learner")
             axes.set_xlabel("ms")
             axes.grid(axis="y", visible=False)
-        handles = [all_axes[0].barh(0, 0, color=colours[p], hatch="//" if p.endswith("backward") else "") for p in names]
-        handles.append(all_axes[0].barh(0, 0, color="#dddddd"))
-        figure.legend(handles, [*names, "no kernel runs"], loc="outside lower center", ncols=5, fontsize="small")
+        handles = [all_axes[0].barh(0, 0, **look[name]) for name in names]
+        figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize="small")
         return save_figure(figure, path)

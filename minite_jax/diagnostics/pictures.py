@@ -135,7 +135,11 @@ def error_by_layer(differences: Sequence[Difference]) -> str:
         axes.set_yscale("log")
         axes.set_ylim(_SMALLEST / 2, None)
         axes.axhline(_SMALLEST, color="#888888", linewidth=0.6)
-        axes.text(0.01, _SMALLEST * 2, "equal bits", fontsize="small", color="#555555", transform=axes.get_yaxis_transform())
+        # Beside the axis, in the place of a number: inside, lines that begin or end there would cross it.
+        powers = [round(np.log10(tick)) for tick in axes.get_yticks() if 5 * _SMALLEST < tick <= axes.get_ylim()[1]]
+        ticks = {_SMALLEST: "equal bits"} | {10.0**power: f"$10^{{{power}}}$" for power in powers}
+        axes.set_yticks(list(ticks), list(ticks.values()))
+        axes.minorticks_off()
         axes.set_xlabel("layer")
         axes.set_ylabel("relative error")
         axes.xaxis.get_major_locator().set_params(integer=True)

@@ -162,7 +162,9 @@ def _table(title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], not
         mark = f' class="{classes[i]}"' if classes and classes[i] else ""
         name, *cells = map(_text, row)
         name = name.replace("_", "_<wbr>").replace("/", "/<wbr>")  # where a telephone may break it
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in (name, *cells)) + "</tr>")
+        wide = [' class="wide"' if len(cell) > _LONG else "" for cell in cells]
+        rest = "".join(f"<td{each}>{cell}</td>" for each, cell in zip(wide, cells, strict=True))
+        lines.append(f"<tr{mark}><td>{name}</td>{rest}</tr>")
     heading = f"<h2>{_text(title)}</h2>" if title else ""
     caption = f"<p>{_text(note)}</p>" if note else ""
     return f'{heading}{caption}<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
@@ -172,6 +174,7 @@ def _text(value: Any) -> str:
     return html.escape(str(value))
 
 
+_LONG = 40  # letters of a cell from which on its lines may break, so that the table need not be scrolled
 _STYLE = """
 :root{color-scheme:light}
 *{box-sizing:border-box}
@@ -185,6 +188,7 @@ figure{margin:0}figcaption{font-size:.9rem;margin-bottom:.3rem}svg{width:100%;he
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem}
 th,td{padding:.2rem .6rem;text-align:left;border-bottom:1px solid #e4e4e4;white-space:nowrap}
 td{font-variant-numeric:tabular-nums}td:first-child{white-space:normal;min-width:9rem}
+td.wide{white-space:normal;min-width:14rem}
 .place td{background:#fdecec;font-weight:600}.same td{color:#2e7d4f}
 summary{cursor:pointer;font-weight:600;margin:1.2rem 0 .4rem}
 """

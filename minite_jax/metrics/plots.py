@@ -36,6 +36,7 @@ def plot_metrics(
     workdir: str | os.PathLike,
     also: str | os.PathLike | None = None,
     labels: tuple[str, str] = ("this run", "also"),
+    about: str = "",
 ) -> list[Path]:
     """Draws reward, gap, loss, entropy and held-out accuracy over the steps into `workdir/plots/*.png`.
 
@@ -46,6 +47,7 @@ def plot_metrics(
         workdir: folder of the run (or its `metrics.jsonl`'s folder).
         also: folder of a second run to draw beside it, for instance one with the naive engine.
         labels: names of the two runs in the legends; the second is used only with `also`.
+        about: what both runs have in common, for instance their recipe; follows each title.
 
     Returns:
         The files written. A plot none of whose metrics was recorded is left out.
@@ -75,8 +77,9 @@ def plot_metrics(
             axes = figure.add_subplot()
             if not draw(axes, runs):
                 continue
-            _shade_warm_up(axes, runs[0][1])
-            axes.set_xlabel("step")
+            if about:
+                axes.set_title(f"{axes.get_title(loc='left')}, {about}")
+            axes.set_xlabel(_warm_up(axes, runs[0][1]))
             entries = len(axes.get_legend_handles_labels()[0])
             columns = 2 if entries > 3 else 3  # four entries fill their columns run by run
             figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
@@ -180,15 +183,17 @@ def _lines(axes: Any, runs: list[tuple[str, Rows]], keys: dict[str, tuple[str, s
     return drawn
 
 
-def _shade_warm_up(axes: Any, rows: Rows) -> None:
-    """Shades the supervised steps, where a run has both phases."""
-    phases = {row.get(names.PHASE) for row in rows}
-    if {"sft", "rl"} <= phases:
-        last = max(row[names.STEP] for row in rows if row.get(names.PHASE) == "sft")
-        left, right = axes.get_xlim()
-        if axes.dataLim.x0 <= last:
-            axes.axvspan(left, last + 0.5, color="#f3efe2", zorder=0, label="supervised warm-up")
-            axes.set_xlim(left, right)
+def _warm_up(axes: Any, rows: Rows) -> str:
+    """Shades the supervised steps. Returns the label of the axis of steps, which names them where nothing of them is drawn."""
+    first = min((row[names.STEP] for row in rows if row.get(names.PHASE) == "rl"), default=0)
+    if not first:
+        return "step"
+    if axes.dataLim.x0 >= first:
+        return f"step (those before {first} are the supervised warm-up)"
+    left, right = axes.get_xlim()
+    axes.axvspan(left, first - 0.5, color="#f3efe2", zorder=0, label="supervised warm-up")
+    axes.set_xlim(left, right)
+    return "step"
 
 
 def _finite(value: Any) -> bool:

@@ -217,8 +217,11 @@ def _bars(axes: Any, groups: list[str], rows: Sequence[Mapping[str, Any]], colum
         places = [number + (index - (len(columns) - 1) / 2) * width for number in range(len(rows))]
         lengths = [value if _drawable(value) else 0.0 for value in values]
         colour = _BAR_COLOURS[index % len(_BAR_COLOURS)]
-        bars = axes.barh(places, lengths, height=width * 0.9, color=colour, label=column["label"])
-        axes.bar_label(bars, [format_cell(value) for value in values], padding=3, fontsize=8.5)
+        axes.barh(places, lengths, height=width * 0.9, color=colour, label=column["label"])
+        for place, length, value in zip(places, lengths, values, strict=True):
+            # On the right of 0 for a negative value too: on its left the text would run into the names of the rows.
+            where = dict(xytext=(3, 0), textcoords="offset points", va="center", fontsize=8.5)
+            axes.annotate(format_cell(value), (max(length, 0.0), place), **where)
     axes.set_yticks(range(len(rows)), groups)
     axes.invert_yaxis()  # first row on top, as in the table
     axes.margins(x=0.12)

@@ -81,6 +81,13 @@ def test_a_page_with_everything():
     assert re.search(r"<td>0</td><td>4</td><td>69</td><td>BCDE</td>", text) and "+0.25" in text
 
 
+def test_long_cells_may_break_and_equal_bits_stand_beside_the_axis():
+    a, b = (_trace(changed, name=name) for changed, name in (((), "a"), ({"layer.1/attention/qkv"}, "an engine " * 6)))
+    text, _ = _page(a, b, [], compare(a, b))
+    assert f'<td class="wide">{"an engine " * 6}</td>' in text and "<td>a</td>" in text
+    assert text.count(">equal bits</text>") == 1
+
+
 def test_equal_traces():
     text, figures = _page(_trace(), _trace(), [], compare(_trace(), _trace()))
     assert "Every common tensor has equal bits" in text and 'class="verdict good"' in text

@@ -6,6 +6,7 @@ import pytest
 
 from experiments.kernels import operations as ops
 from experiments.kernels import step, trace
+from minite_jax.metrics.plots import save_figure
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,21 @@ def test_rows_of_a_step_add_up(measured):
     assert sum(row["time"] for row in rest if row["kernel"] != "all") == pytest.approx(3500)
 
 
-def test_the_picture_has_a_bar_for_each_step(measured, tmp_path):
+def test_the_picture_has_a_bar_for_each_step(measured, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(step, "save_figure", lambda figure, path: figures.append(figure) or save_figure(figure, path))
     decode = step.Step("decoded token, batch 4, nvfp4", 1e-3, 1e-3, {("attention", "c"): (1, 1e-3)}, 4)
-    path = step.draw([measured, decode], tmp_path / "parts.png")
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    rows = [row for each in (measured, decode) for row in step.rows(each)]
+    table = dict(title=f"One NVIDIA H200 ({step.in_words(step.TINY)})", rows=rows, provenance=dict(revision="0123456789abcdef"))
+    path = step.draw(table, tmp_path / "parts.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (figure,) = figures
+    title = "One NVIDIA H200 (updates of 2 x 16 tokens, decoded tokens behind 9 to 11 others), revision 0123456789ab"
+    assert figure.get_suptitle().replace("\n", " ") == title
+    update, token = figure.axes
+    ends = [bar.get_x() + bar.get_width() for bar in update.patches[:5]]  # head, backward, ... and the time without a kernel
+    assert max(ends) == pytest.approx(4.0) and update.get_title(loc="left") == "One update of the learner"
+    assert max(bar.get_x() + bar.get_width() for bar in token.patches) == pytest.approx(1.0)
+    # The legend shows a backward as the bars do: white lines.
+    hatched = [patch for patch in figure.legends[0].get_patches() if patch.get_hatch()]
+    assert len(hatched) == 1 and hatched[0].get_edgecolor() == (1.0, 1.0, 1.0, 1.0)

@@ -94,4 +94,13 @@ def test_axes_carry_units(tmp_path, caught):
     plots.plot_metrics(make_run(tmp_path, 0.0))
     labels = {name: figure.axes[0].get_ylabel() for name, figure in caught.items()}
     assert "nats" in labels["gap.png"] and "nats" in labels["entropy.png"] and "share" in labels["accuracy.png"]
-    assert all(figure.axes[0].get_xlabel() == "step" for figure in caught.values())
+    before = "step (those before 3 are the supervised warm-up)"
+    steps = {name: figure.axes[0].get_xlabel() for name, figure in caught.items()}
+    assert steps == {name: "step" if name == "loss.png" else before for name in steps}
+
+
+def test_titles_say_what_the_runs_have_in_common(tmp_path, caught):
+    plots.plot_metrics(make_run(tmp_path, 0.0), about="recipe nvfp4")
+    titles = [figure.axes[0].get_title(loc="left") for figure in caught.values()]
+    assert "Log-prob gap between rollout and update, recipe nvfp4" in titles
+    assert all(title.endswith(", recipe nvfp4") for title in titles)

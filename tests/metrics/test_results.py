@@ -211,3 +211,13 @@ def test_unreadable_files_are_one_line(tmp_path):
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ResultsError, match="x.json is not JSON .*: mend it or run its benchmark again"):
         read_results(tmp_path / "x.json")
+
+
+def test_labels_of_negative_bars_keep_off_the_names_of_the_rows(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(results, "save_figure", lambda figure, path: figures.append(figure) or path)
+    columns = [dict(key="name", label="name", unit=""), dict(key="more", label="more", unit="nats")]
+    rows = [dict(name="bf16", more=-5.8e-5), dict(name="nvfp4", more=0.5), dict(name="better", more=-0.5)]
+    plot_results(write(tmp_path / "x.json", columns=columns, rows=rows), tmp_path / "x.png")
+    (axes,) = figures[0].axes
+    assert [(text.get_text(), text.xy[0]) for text in axes.texts] == [("-5.800e-05", 0.0), ("0.5000", 0.5), ("-0.5000", 0.0)]
