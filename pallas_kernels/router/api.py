@@ -23,8 +23,9 @@ def router(
       implementation: see `pallas_kernels.dispatch.resolve`.
 
     Returns:
-      Weights [M, k] float32 in falling order and expert numbers [M, k] int32. The gradient flows through the weights, with the
-      choice of experts held fixed.
+      Weights [M, k] float32 in falling order and expert numbers [M, k] int32. A logit that is NaN, whatever its sign, counts as
+      the largest and makes the token's weights NaN. The gradient flows through the weights, with the choice of experts held
+      fixed.
 
     Raises:
       ValueError: more experts per token than experts.

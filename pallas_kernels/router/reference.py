@@ -13,8 +13,10 @@ def router(x_MD, weight_ED, *, top_k, normalize):
     def body(x_RD):
         logits_RE = dot_nk(x_RD.astype(jnp.float32), weight_ED)
         exp_RE = jnp.exp(logits_RE - jnp.max(logits_RE, axis=-1, keepdims=True))
-        # The choice is made on the logits: the exponential could round two different logits to one value.
-        _, experts_Rk = lax.top_k(logits_RE, top_k)
+        # The choice is made on the logits: the exponential could round two different logits to one value. `top_k` would order by
+        # the signs of zeros and NaN, of which the latter is the processor's.
+        number_RE = jnp.where(jnp.isnan(logits_RE), jnp.nan, jnp.where(logits_RE == 0.0, 0.0, logits_RE))
+        _, experts_Rk = lax.top_k(number_RE, top_k)
         chosen_Rk = jnp.take_along_axis(exp_RE, experts_Rk, axis=-1)
         total_R = ordered_sum(chosen_Rk if normalize else exp_RE)
         return chosen_Rk / total_R[:, None], experts_Rk

@@ -44,6 +44,19 @@ def test_ties_go_to_the_lower_index_in_any_batch():
     np.testing.assert_array_equal(experts, [[0, 1, 2, 3]])
 
 
+def test_signs_of_zeros_and_of_nan_choose_nothing():
+    x = np.float32([[-1], [np.inf], [np.nan], [-np.nan]])
+    weights, experts = _router(x, np.float32([[0], [0], [-0.0], [1]]), top_k=4, normalize=True)
+    # -0 is no less than 0, and infinity times zero is NaN, on an x86 a negative one.
+    np.testing.assert_array_equal(experts, [[0, 1, 2, 3]] * 4)
+    assert np.isfinite(weights[0]).all() and np.isnan(weights[1:]).all()
+    x = np.float32([[1, 1]] * 2)
+    for number in (np.nan, -np.nan):
+        weights, experts = _router(x, np.float32([[1, 1], [3, 1], [number, 1], [2, 1]]), top_k=2, normalize=False)
+        np.testing.assert_array_equal(experts, [[2, 1]] * 2)
+        assert np.isnan(weights).all()
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_values(normalize):
     x, weight = _inputs()
