@@ -40,6 +40,7 @@ _PROVENANCE_FIELDS = {"device", "versions", "revision", "date", "command"}
 # A picture with more bars than this says less than the table does.
 _MOST_BARS = 60
 _LONGEST_NAME = 48  # letters beside a bar
+_LONGEST_LEGEND = 72  # letters of a legend's line
 _ENDS = ("low", "high")
 _BAR_COLOURS = (*COLOURS, "#5b8e5a", "#e0a030", "#7a5ba8", "#5f6b73")
 
@@ -229,7 +230,8 @@ def _bars(axes: Any, groups: list[str], rows: Sequence[Mapping[str, Any]], colum
         axes.set_xlabel(heading(columns[0]))
     else:
         axes.set_xlabel(columns[0]["unit"])
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize="small")
+        in_a_line = sum(len(column["label"]) for column in columns) <= _LONGEST_LEGEND
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4 if in_a_line else 1, fontsize="small")
 
 
 def _drawable(value: Any) -> bool:
