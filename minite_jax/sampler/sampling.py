@@ -23,6 +23,9 @@ from minite_jax.sampler.requests import SamplingParams, checked
 from pallas_kernels.log_prob import kept_tokens, log_prob_of_logits, sample_tokens
 
 FINISH_LENGTH, FINISH_STOP = 0, 1
+# Tokens between two looks at whether all samples have ended: of a loop that may end at any step XLA's host reads the condition
+# before it starts the next one, and the GPU waits.
+_STEPS_BETWEEN_LOOKS = 16
 
 
 @flax.struct.dataclass
@@ -235,20 +238,28 @@ def next_token(policy, key_B, state, params, taps: Taps | None = None):
             log_prob_B, entropy_B = log_prob_of_logits(logits_BV, token_B, params.truncation, kept_BV)
     log_prob_B = taps("final/log_prob", log_prob_B)
     taps("final/entropy", entropy_B)
-    alive_B = ~state.done
-    done_B = state.done | jnp.any(token_B[:, None] == stop_ids[None, :], axis=1)
+    over = state.step >= params.max_tokens  # see `_steps_between_looks`
+    alive_B = ~state.done & ~over
+    done_B = state.done | (alive_B & jnp.any(token_B[:, None] == stop_ids[None, :], axis=1))
     # A finished sample's row goes on, without pages, and nobody reads what comes of it.
     cache = state.cache.release(done_B)
-    hidden_B1D, cache = hidden_states(policy, token_B[:, None], cache, num_new=(~done_B).astype(jnp.int32), taps=taps)
+    num_new_B = (~done_B & ~over).astype(jnp.int32)
+    hidden_B1D, cache = hidden_states(policy, token_B[:, None], cache, num_new=num_new_B, taps=taps)
     return _Decoding(
         step=state.step + 1,
         cache=cache,
         last=hidden_B1D[:, 0],
-        tokens=state.tokens.at[:, state.step].set(jnp.where(alive_B, token_B, 0)),
-        log_probs=state.log_probs.at[:, state.step].set(jnp.where(alive_B, log_prob_B, 0.0)),
-        mask=state.mask.at[:, state.step].set(alive_B),
+        tokens=state.tokens.at[:, state.step].set(jnp.where(alive_B, token_B, 0), mode="drop"),
+        log_probs=state.log_probs.at[:, state.step].set(jnp.where(alive_B, log_prob_B, 0.0), mode="drop"),
+        mask=state.mask.at[:, state.step].set(alive_B, mode="drop"),
         done=done_B,
     )
+
+
+def _steps_between_looks(max_tokens: int) -> int:
+    """At most 16, so that few are behind the last token; those change nothing."""
+    looks = -(-max_tokens // _STEPS_BETWEEN_LOOKS)
+    return -(-max_tokens // looks)
 
 
 # For `stream`. The cache is handed from step to step in place.
@@ -266,13 +277,14 @@ def generate(
     params: SamplingParams,
     prefill_chunk: int | None = None,
 ) -> Rollouts:
-    """`sample` on padded arrays: pure, jitted, no host round trip per token."""
+    """`sample` on padded arrays: pure, jitted, no host round trip per token; the host looks for the end once in 16."""
     key_B, state = start_sampling(policy, tokens, lengths, request_ids, key, params, prefill_chunk)
-    state = lax.while_loop(
-        lambda state: (state.step < params.max_tokens) & ~jnp.all(state.done),
-        lambda state: next_token(policy, key_B, state, params),
-        state,
-    )
+    steps = _steps_between_looks(params.max_tokens)
+
+    def block(state):
+        return lax.fori_loop(0, steps, lambda _, state: next_token(policy, key_B, state, params), state)
+
+    state = lax.while_loop(lambda state: (state.step < params.max_tokens) & ~jnp.all(state.done), block, state)
     return Rollouts(
         tokens=state.tokens,
         log_probs=state.log_probs,

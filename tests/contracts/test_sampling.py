@@ -1,6 +1,7 @@
 """The sampler's log-probs are the learner's, under every convention; requests do not feel each other; where samples end."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import minite_jax as mt
 from minite_jax.model import tiny_dense
 from minite_jax.rollout import rollout_batch
 from minite_jax.sampler import FINISH_LENGTH, FINISH_STOP
+from minite_jax.sampler.requests import checked
+from minite_jax.sampler.sampling import generate
 from pallas_kernels.log_prob import Truncation
 
 
@@ -90,6 +93,27 @@ def test_a_stream_is_the_sample(world):
         assert (streamed[-1][0] in one.stop_ids) == (int(finish) == FINISH_STOP)
         lengths.append(len(streamed))
     assert max(lengths) > 1
+
+
+@pytest.mark.worlds("dense_nvfp4")
+def test_the_host_looks_for_the_end_once_in_some_tokens(world, assert_same_bits):
+    """17 tokens are two blocks of 9: what is drawn behind the last one is not seen, and each block has a known number of steps,
+    so XLA's host reads no condition between them.
+    """
+    longer = dataclasses.replace(world.sampling, max_tokens=17)
+    key = jax.random.key(0)
+    inputs = world.policy, *checked(world.policy, world.prompts, longer, key, None, None), key
+    program = generate.lower(*inputs, longer).compile()
+    assert re.search(r'"known_trip_count":\{"n":"9"', program.as_text())
+    assert not re.search("callback|outfeed|infeed", program.as_text())
+    rollouts = program(*inputs)
+    mask, length = np.asarray(rollouts.mask), world.sampling.max_tokens
+    assert_same_bits(rollouts.tokens[:, :length], world.rollouts.tokens)
+    assert_same_bits(rollouts.log_probs[:, :length], world.rollouts.log_probs)
+    assert mask.shape[1] == 17 and (mask[:, 1:] <= mask[:, :-1]).all()
+    finish = np.asarray(rollouts.finish_reason)
+    assert (finish[~mask.all(axis=1)] == FINISH_STOP).all() and (finish == FINISH_LENGTH).sum() > 0
+    assert_same_bits(finish == FINISH_STOP, np.isin(np.asarray(rollouts.tokens)[range(20), mask.sum(axis=1) - 1], longer.stop_ids))
 
 
 @pytest.mark.worlds("dense_nvfp4")
