@@ -159,11 +159,13 @@ def _rl_update(optimizer: OptimizerConfig, clip_low: float, clip_high: float, tr
     return make_update(make_optimizer(optimizer), loss, truncation=truncation, **learner)
 
 
-def sample_prompts(policy, params, prompts: list[list[int]], key, sampling: SamplingParams, engine: str) -> Rollouts:
+def sample_prompts(
+    policy, params, prompts: list[list[int]], key, sampling: SamplingParams, engine: str, room: int = 0
+) -> Rollouts:
     """Samples with the aligned sampler (from `policy`), at a level of alignment, or with the naive engine (from the float32
-    `params`, which some levels read, too).
+    `params`, which some levels read, too). `room`: see `pad_prompts`; with a task's longest prompt a run compiles one sampler.
     """
-    tokens_PL, length_P = pad_prompts(prompts, policy.config.vocab_size)
+    tokens_PL, length_P = pad_prompts(prompts, policy.config.vocab_size, room)
     request_P = jnp.asarray(np.arange(len(prompts), dtype=np.uint32))
     if engine == "aligned":
         return generate(policy, tokens_PL, length_P, request_P, key, sampling)

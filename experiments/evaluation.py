@@ -50,7 +50,9 @@ def evaluate(setup: Setup, policy, *, num_prompts: int, batch_prompts: int, seed
             chunk = examples[start : start + batch]
             filled = chunk + [chunk[0]] * (batch - len(chunk))  # one compiled shape; what fills up is not counted
             prompts = [task.encode(example.prompt) for example in filled]
-            rollouts = sample_prompts(policy, None, prompts, jax.random.fold_in(key, start), sampling, "aligned")
+            rollouts = sample_prompts(
+                policy, None, prompts, jax.random.fold_in(key, start), sampling, "aligned", task.max_prompt_tokens
+            )
             rewards.append(reward_rollouts(task, filled, rollouts)[: len(chunk)])
             completions += rollouts.completions()[: len(chunk) * sampling.n]
         return np.concatenate(rewards), completions

@@ -202,7 +202,9 @@ class Run:
             prompts = [setup.task.encode(example.prompt) for example in examples]
             key = jax.random.fold_in(self.key, self.step)
             start = time.perf_counter()
-            rollouts = sample_prompts(self.policy, self.state.train.params, prompts, key, setup.sampling, setup.engine)
+            rollouts = sample_prompts(
+                self.policy, self.state.train.params, prompts, key, setup.sampling, setup.engine, setup.task.max_prompt_tokens
+            )
             sampled = int(np.asarray(rollouts.mask).sum())
             sampling_seconds = time.perf_counter() - start
 

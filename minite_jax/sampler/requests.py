@@ -113,8 +113,13 @@ def padded_length(length: int) -> int:
     return -(-length // _PROMPT_BUCKET) * _PROMPT_BUCKET
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, room: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as an int32 array [P, L], L a multiple of 8, padded with 0 behind each prompt, and their lengths [P] int32.
+
+    Args:
+      prompts: token ids.
+      vocab_size: V.
+      room: the least L; programs compiled for one L serve all prompts that fit in it.
 
     Raises:
       ValueError: no list of prompts, no prompt, an empty prompt, a token outside the vocabulary, or one that is not an integer.
@@ -132,7 +137,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.n
         raise ValueError(
             f"prompt {int(np.argmin(length_P))} is empty; a prompt needs at least one token, for example a start token"
         )
-    tokens_PL = np.zeros((len(rows), padded_length(int(length_P.max()))), np.int32)
+    tokens_PL = np.zeros((len(rows), padded_length(max(room, int(length_P.max())))), np.int32)
     for p, row in enumerate(rows):
         outside = row[(row < 0) | (row >= vocab_size)]
         if outside.size:

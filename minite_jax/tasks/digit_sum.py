@@ -4,7 +4,10 @@
     26455?28272=2.      with the working: 2, 2+6, 8+4 mod 10, ...
 
 A small model learns the working well and the direct answer hardly at all. Supervised training imitates a mixture of both;
-reinforcement learning finds out which of the two is rewarded.
+reinforcement learning finds out which of the two is rewarded. With `max_shots` a prompt begins with some solved problems, so that
+prompts have many lengths:
+
+    94210?=6.00313?00347=7.26455?
 """
 
 from collections.abc import Iterable
@@ -27,22 +30,25 @@ class DigitSum:
     Args:
       num_digits: 2 to 6.
       working_share: share of the prompts whose demonstration writes the working; fixed per prompt.
+      max_shots: solved problems of split "sft" that a prompt may begin with. A problem has 0 to so many, always the same.
     """
 
-    def __init__(self, num_digits: int = 5, working_share: float = 0.25):
+    def __init__(self, num_digits: int = 5, working_share: float = 0.25, max_shots: int = 0):
         if not 2 <= num_digits <= 6:
             raise ValueError(f"num_digits={num_digits} must lie between 2 and 6")
         if not 0.0 <= working_share <= 1.0:
             raise ValueError(f"working_share={working_share} must lie between 0 and 1")
-        self._num_digits = num_digits
+        if max_shots < 0:
+            raise ValueError(f"max_shots={max_shots} must be 0 or more")
+        self._num_digits, self._max_shots = num_digits, max_shots
         rng = np.random.default_rng(_ORDER_SEED)
         self._order = rng.permutation(10**num_digits)
         self._has_working = rng.random(10**num_digits) < working_share
         self.tokenizer = ByteTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
         self.stop_ids = tuple(self.encode("."))
-        self.max_prompt_tokens = num_digits + 1
         self.max_completion_tokens = num_digits + 3
+        self.max_prompt_tokens = num_digits + 1 + max_shots * (num_digits + 1 + self.max_completion_tokens)
 
     def _range(self, split: str) -> tuple[int, int]:
         if split not in _SPLITS:
@@ -59,11 +65,25 @@ class DigitSum:
         if not 0 <= index < last - first:
             raise IndexError(f"index {index} outside split {split!r} of {last - first} problems")
         number = int(self._order[first + index])
+        question, demonstration, answer = self._solved(number)
+        return Example(self._shots(number) + question, demonstration, answer)
+
+    def _shots(self, number: int) -> str:
+        if not self._max_shots:
+            return ""
+        rng = np.random.default_rng([_ORDER_SEED, number])
+        first, last = self._range("sft")
+        others = self._order[first + rng.integers(last - first, size=rng.integers(self._max_shots + 1))]
+        solved = (self._solved(int(other)) for other in others if other != number)
+        return "".join(question + demonstration for question, demonstration, _ in solved)
+
+    def _solved(self, number: int) -> tuple[str, str, str]:
+        """Question, demonstration and answer."""
         digits = [int(c) for c in f"{number:0{self._num_digits}d}"]
         sums = np.cumsum(digits) % 10
         working = "".join(str(s) for s in sums) if self._has_working[number] else ""
         answer = str(sums[-1])
-        return Example("".join(map(str, digits)) + "?", f"{working}={answer}.", answer)
+        return "".join(map(str, digits)) + "?", f"{working}={answer}.", answer
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)

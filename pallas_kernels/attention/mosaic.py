@@ -274,8 +274,9 @@ def _kernel(q, k, v, positions, out, lse, *, config: Config, interpret, one_chun
 
                 def merge():
                     new_max, scale_total, scale_chunk = math.merge_scales(total_max, max_)
-                    merged = [math.blend(total_smem[p], scale_total, acc[:, piece], scale_chunk) for p, piece in enumerate(pieces)]
-                    return new_max, math.blend(total_sum, scale_total, sum_, scale_chunk), jnp.concatenate(merged, axis=1)
+                    new_sum = math.blend(total_sum, scale_total, sum_, scale_chunk)
+                    parts = (math.blend(total_smem[p], scale_total, acc[:, x], scale_chunk) for p, x in enumerate(pieces))
+                    return new_max, new_sum, jnp.concatenate(list(parts), axis=1)
 
                 return lax.cond(c > 0, merge, lambda: (max_, sum_, acc))  # a first chunk and nothing are the chunk
 

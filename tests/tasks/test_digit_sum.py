@@ -83,11 +83,29 @@ def test_the_working_share_does_not_move_prompts_between_splits(task):
     assert all(all_.example("sft", i).demonstration[3] == "=" for i in range(50))
 
 
+def test_shots_are_solved_problems_of_the_supervised_split():
+    plain, task = DigitSum(3), DigitSum(3, max_shots=4)
+    known = {e.prompt + e.demonstration for e in (plain.example("sft", i) for i in range(400))}
+    counts, lengths = set(), []
+    for split in _SPLITS:
+        for i in range(0, plain.size(split), 5):
+            example, bare = task.example(split, i), plain.example(split, i)
+            assert example == task.example(split, i) and example.prompt.endswith(bare.prompt)
+            assert (example.demonstration, example.answer) == (bare.demonstration, bare.answer)
+            shots = [shot + "." for shot in example.prompt[: -len(bare.prompt)].split(".")[:-1]]
+            assert set(shots) <= known and not any(shot.startswith(bare.prompt) for shot in shots)
+            counts.add(len(shots))
+            lengths.append(len(task.encode(example.prompt)))
+    assert counts == set(range(5)) and max(lengths) <= task.max_prompt_tokens < max(lengths) + 12
+
+
 def test_errors(task):
     with pytest.raises(ValueError, match="num_digits=7 must lie between 2 and 6"):
         DigitSum(7)
     with pytest.raises(ValueError, match="working_share=2"):
         DigitSum(3, working_share=2.0)
+    with pytest.raises(ValueError, match="max_shots=-1 must be 0 or more"):
+        DigitSum(3, max_shots=-1)
     with pytest.raises(ValueError, match="no split 'test'; there are sft, rl, heldout"):
         task.size("test")
     for index in (-1, 200):
