@@ -15,7 +15,7 @@ from equal_bits import same
 
 import minite_jax as mt
 from minite_jax.learner import Batch, grpo_loss, init_state, make_update
-from minite_jax.model import qwen3_8b, qwen3_30b_a3b, tiny_moe
+from minite_jax.model import qwen3_8b, qwen3_30b_a3b, tiny_dense, tiny_moe
 
 pytestmark = pytest.mark.gpu
 
@@ -26,26 +26,35 @@ DEEP = functools.partial(
     tiny_moe, vocab_size=4096, hidden_size=512, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
     num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256,
 )  # fmt: skip
+DEEP_DENSE = functools.partial(
+    tiny_dense, vocab_size=4096, hidden_size=512, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+    intermediate_size=1024,
+)  # fmt: skip
 EXPERTS = dict(name="nvfp4_experts", first_plain=1, last_plain=1)
 # In nvfp4_te a row's scale depends on the whole batch: it is the comparator that has a gap.
 MODELS = {
     "30b nvfp4": (MOE, dict(name="nvfp4")),
     "30b bf16": (MOE, dict(name="bf16")),
     "30b nvfp4_46": (MOE, dict(name="nvfp4_46")),
+    "30b nvfp4_experts": (MOE, dict(name="nvfp4_experts", first_plain=1, last_plain=0)),
     "8b nvfp4": (DENSE, dict(name="nvfp4")),
     "deep nvfp4": (DEEP, dict(name="nvfp4")),
+    "deep bf16": (DEEP, dict(name="bf16")),
+    "deep dense": (DEEP_DENSE, dict(name="nvfp4")),
     "deep nvfp4_experts": (DEEP, EXPERTS),
     "deep nvfp4_te": (DEEP, dict(name="nvfp4_te")),
 }
 ALIGNED = [name for name in MODELS if not name.endswith("te")]
 PROMPT_LENGTHS = (1, 17, 63, 64, 65, 130, 200, 333)
+NEW_TOKENS = 576  # nine pages
+REPEATS = 20
 
 
 @functools.lru_cache(maxsize=1)  # a model's weights leave the memory before the next one's come
-def policy_of(name):
+def policy_of(name, seed=1):
     make, fields = MODELS[name]
     config = make()
-    params = jax.jit(functools.partial(mt.init_params, config))(jax.random.key(1))
+    params = jax.jit(functools.partial(mt.init_params, config))(jax.random.key(seed))
     return params, mt.prepare(params, config, mt.recipe(**fields))
 
 
@@ -71,19 +80,25 @@ def assert_no_gap(policy, rollouts, **truncation):
 
 @pytest.mark.parametrize("name", ALIGNED)
 def test_sampled_log_probs_are_the_learners(name):
+    """And every time the same."""
     _, policy = policy_of(name)
-    rollouts = sampled(policy, prompts_of(policy, 8), n=4, max_tokens=512)
+    draw = lambda: sampled(policy, prompts_of(policy, 8), n=4, max_tokens=NEW_TOKENS)  # noqa: E731
+    rollouts = draw()
     assert assert_no_gap(policy, rollouts) > 10_000
+    for _ in range(REPEATS - 1):
+        again = draw()
+        assert same(again.tokens, rollouts.tokens) and same(again.log_probs, rollouts.log_probs)
 
 
 @pytest.mark.parametrize(("prompts", "n", "seed"), [(1, 1, 1), (64, 4, 2), (256, 1, 3)])
 def test_batches_of_1_to_256_and_other_seeds(prompts, n, seed):
-    _, policy = policy_of("30b nvfp4")
-    rollouts = sampled(policy, prompts_of(policy, prompts), n=n, max_tokens=512, seed=seed)
-    assert assert_no_gap(policy, rollouts) > 400 * prompts * n * (prompts > 1)
+    """Of the weights and of the draws."""
+    _, policy = policy_of("30b nvfp4", seed)
+    rollouts = sampled(policy, prompts_of(policy, prompts), n=n, max_tokens=NEW_TOKENS, seed=seed)
+    assert assert_no_gap(policy, rollouts) > 400 * prompts * n
 
 
-@pytest.mark.parametrize("name", ["30b nvfp4"])
+@pytest.mark.parametrize("name", ["30b nvfp4", "8b nvfp4", "deep bf16"])
 def test_rows_do_not_feel_the_batch(name):
     """A prompt alone, and among 255 others: the same tokens and log-probs, by the sampler and by the learner."""
     _, policy = policy_of(name)
@@ -111,8 +126,16 @@ def test_truncated_and_greedy_sampling(truncation):
     assert_no_gap(policy, rollouts, truncation=mt.SamplingParams(**truncation).truncation)
 
 
-@pytest.mark.parametrize("name", ["deep nvfp4", "30b nvfp4"])
-@pytest.mark.parametrize(("micro_batches", "remat"), [(1, True), (4, False)])
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "remat"),
+    [
+        *((name, *how) for name in ("deep nvfp4", "30b nvfp4") for how in ((1, True), (4, False))),
+        ("deep bf16", 4, True),
+        ("deep dense", 1, False),
+        ("deep nvfp4_experts", 4, False),
+        ("8b nvfp4", 1, True),
+    ],
+)
 def test_updates_have_no_gap_and_repeat(name, micro_batches, remat):
     """C4 and C6: three large updates, each on tokens that the newest weights sampled; then the first one again, several times."""
     params, policy = policy_of(name)
@@ -124,7 +147,7 @@ def test_updates_have_no_gap_and_repeat(name, micro_batches, remat):
         remat=remat,
     )
     first = None
-    for repeat in range(20 if name.startswith("deep") else 5):
+    for repeat in range(REPEATS):
         state, current = init_state(jax.tree.map(jnp.copy, params), optimizer), policy
         for step in range(3 if repeat == 0 else 1):
             rollouts = sampled(current, prompts_of(current, 8), n=4, max_tokens=96, seed=step)
@@ -149,7 +172,7 @@ def test_te_holds_what_its_batch_allows():
     update = make_update(optimizer, lambda log_probs, batch: grpo_loss(log_probs, batch.sampler_log_probs, batch.advantages))
     advantages = jnp.asarray(np.random.default_rng(1).standard_normal(16), jnp.float32)
     first = np.asarray(mt.token_log_probs(policy, tokens))
-    for _ in range(20):
+    for _ in range(REPEATS):
         assert same(np.asarray(mt.token_log_probs(policy, tokens)), first)
     state = init_state(jax.tree.map(jnp.copy, params), optimizer)
     for step in range(3):

@@ -6,6 +6,7 @@ import pytest
 
 from minite_jax.rollout import choose_problems, demonstration_batch, reward_rollouts, rollout_batch
 from minite_jax.sampler import FINISH_LENGTH, FINISH_STOP, Rollouts
+from minite_jax.sampler.requests import pad_prompts
 from minite_jax.tasks import DigitSum, Example
 
 
@@ -99,3 +100,16 @@ def test_advantages_can_stay_unnormalised():
     rollouts = _rollouts([[46]] * 4, [[63]] * 4, 1, [FINISH_STOP] * 4)
     batch = rollout_batch(rollouts, np.float32([[1, 0, 0, 0]]), normalize=False)
     np.testing.assert_allclose(batch.advantages, [0.75, -0.25, -0.25, -0.25])
+
+
+def test_prompts_of_other_lengths_have_one_shape_where_there_is_room():
+    task = DigitSum(num_digits=3, max_shots=4)
+    shapes, lengths = set(), set()
+    for step in range(8):
+        prompts = [task.encode(e.prompt) for e in choose_problems(task, "rl", 2, seed=0, step=step)]
+        tokens, length = pad_prompts(prompts, 256, room=task.max_prompt_tokens)
+        assert length.tolist() == [len(prompt) for prompt in prompts]
+        assert [row[:n].tolist() for row, n in zip(tokens, length, strict=True)] == prompts
+        shapes.add(tokens.shape)
+        lengths.add(pad_prompts(prompts, 256)[0].shape)
+    assert shapes == {(2, 48)} and len(lengths) > 1  # 44 tokens at most
