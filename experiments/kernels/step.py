@@ -147,17 +147,14 @@ def _decode(policy: mt.Policy, settings: Settings) -> Step:
 def difference(first: trace.Trace, second: trace.Trace) -> dict[tuple[str, str], tuple[int, float]]:
     """Launches and seconds by (part, kernel) that the second has and the first, a shorter run of the same, has not."""
 
-    def more(less: dict, all_of: dict) -> dict:
-        found = {key: (0, 0.0) for key in less} | all_of
-        return {key: (n - less.get(key, (0, 0.0))[0], s - less.get(key, (0, 0.0))[1]) for key, (n, s) in found.items()}
+    def more(key: Callable[[trace.Kernel], Any]) -> dict:
+        less, found, none = first.by(key), second.by(key), (0, 0.0)
+        return {k: tuple(b - a for a, b in zip(less.get(k, none), found.get(k, none), strict=True)) for k in less | found}
 
-    found = more(first.by(_key), second.by(_key))
     # A longer run has no fewer launches: the parts of these kernels were told in one of the two alone, and so are not known.
-    unsure = {name for (_, name), (launches, _) in found.items() if launches < 0}
-    sure = {key: each for key, each in found.items() if key[1] not in unsure}
-    name = lambda kernel: (operations.OTHER, kernel.name) if kernel.name in unsure else None  # noqa: E731
-    sure |= {key: each for key, each in more(first.by(name), second.by(name)).items() if key}
-    return {key: each for key, each in sure.items() if each[0] > 0}
+    unsure = {name for (_, name), (launches, _) in more(_key).items() if launches < 0}
+    found = more(lambda kernel: (operations.OTHER if kernel.name in unsure else kernel.part, kernel.name))
+    return {key: each for key, each in found.items() if each[0] > 0}
 
 
 def _key(kernel: trace.Kernel) -> tuple[str, str]:
