@@ -2,12 +2,15 @@
 
     python -m experiments.benchmark kernels                            # on a GPU, about six minutes
     python -m experiments.benchmark kernels --only=decode,quantize
+    python -m experiments.benchmark kernels --only=attention,log_prob --match='router|sampling' --minutes=4
     python -m experiments.benchmark kernels --quick --out=runs/kernels_quick.json     # tiny shapes, to try the script on a CPU
     python -m experiments.benchmark tune --only=decode --minutes=8     # measures tiles, writes pallas_kernels/tuning.json
     python -m experiments.benchmark step --layers=4                    # where an update and a decoded token spend their time
 
 `--out` is the file to write: docs/benchmarks/COMMAND_DEVICE.json if not given (with --quick runs/COMMAND_quick.json), for `tune`
 the table that the kernels read. `tune` takes half a minute to a minute for each kernel and shape, and goes on where it stopped.
+
+`kernels` measures short cases first, and none after `--minutes`; `--match` leaves out cases. The table says what is not in it.
 
 `kernels` writes a result file from which `experiments.tables` makes the page, and prints it as tables. Each case has its time and
 speed, the share of what this GPU was measured to do in the same run, and the times of others beside it: cuBLAS in bf16 and fp8,
@@ -30,8 +33,8 @@ from absl import flags
 
 import minite_jax as mt
 from experiments import cli
-from experiments.kernels import ceilings, measure, step, suites, tune
-from experiments.kernels.cases import FULL, QUICK
+from experiments.kernels import ceilings, limits, measure, step, suites, tune
+from experiments.kernels.cases import FULL, QUICK, Case
 from experiments.kernels.peers import Peers
 from experiments.timing import Calls, TimingError, time_jax
 from minite_jax.errors import UserError
@@ -43,7 +46,8 @@ _ONLY = flags.DEFINE_list("only", list(suites.SUITES), "Suites to run, separated
 _OUT = cli.out_flag()
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Measurements of each time; the median counts.", lower_bound=1)
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes and few repeats: to try the script where there is no GPU.")
-_MINUTES = cli.minutes_flag()  # of `tune`
+_MATCH = flags.DEFINE_string("match", None, "kernels: only the cases in whose 'suite: name, shape' this pattern is found.")
+_MINUTES = cli.minutes_flag()  # of `kernels` and `tune`
 cli.revision_flag()
 
 _MODEL = flags.DEFINE_enum("model", "qwen3_30b_a3b", ("qwen3_30b_a3b", "qwen3_8b"), "step: whose width and vocabulary.")
@@ -69,6 +73,24 @@ def chosen_suites(names: list[str]) -> tuple[str, ...]:
     if unknown:
         raise UserError(f"--only={','.join(names)}: no suite {unknown[0]!r}; choose from {', '.join(suites.SUITES)}")
     return tuple(name for name in suites.SUITES if name in names)
+
+
+def matching(asked: list[Case], pattern: str | None) -> list[Case]:
+    """The cases in whose words the pattern is found.
+
+    Raises:
+      UserError: it is no pattern, or found nowhere.
+    """
+    if pattern is None:
+        return asked
+    try:
+        chosen = [case for case in asked if re.search(pattern, f"{case.suite}: {case.name}, {case.shape}")]
+    except re.error as error:
+        raise UserError(f"--match={pattern}: {error}; give a regular expression such as 'router|sampling'") from None
+    if not chosen:
+        example = f"{asked[0].suite}: {asked[0].name}, {asked[0].shape}"
+        raise UserError(f"--match={pattern} is found in no case of the suites asked for; a case reads {example!r}")
+    return chosen
 
 
 def origin(peers: Peers) -> dict:
@@ -100,37 +122,49 @@ def kernels() -> list[dict]:
     repeats = min(_REPEATS.value, 5) if quick else _REPEATS.value
     others, start = Peers(repeats), time.perf_counter()
 
+    scale = QUICK if quick else FULL
+    asked = list(suites.cases(scale, only))
+    chosen = matching(asked, _MATCH.value)
+
     def timer(function, sets, **settings):
         return time_jax(function, sets, **{**settings, "repeats": min(repeats, settings.get("repeats", repeats))})
 
     found = ceilings.measure(others, timer, quick=quick)
-    rows = measure.ceiling_rows(found)
-    bench = measure.Bench(others, found, timer, calls=1 if quick else None)
-    where = origin(others)
+    bench = measure.Bench(others, found, Calls, repeats, calls=1 if quick else None)
+    where, done = origin(others), {}
 
-    def save(rows: list[dict]) -> None:
+    def save(why: str) -> list[dict]:
+        """Every row so far, in the usual order; what is missing is said in the notes."""
+        measured = [case for case in asked if id(case) in done]
+        rows = [*measure.ceiling_rows(found), *(done[id(case)] for case in measured), *bench.other_rows()]
+        missing = measure.missing_words(asked, chosen, measured, why, _MATCH.value)
         write_results(
             path,
             name=path.stem,
             title=f"Kernels on one {jax.devices()[0].device_kind}" + (" (tiny shapes: these times say nothing)" if quick else ""),
             columns=measure.COLUMNS,
             rows=rows,
-            notes=measure.NOTES,
+            notes=f"{missing}\n\n{measure.NOTES}" if missing else measure.NOTES,
             provenance=where,
             sections="suite",
         )
+        return rows
 
-    for case in suites.cases(QUICK if quick else FULL, only):
-        row = bench.row(case)
-        rows.append(row)
-        save(rows)  # after each case: a run that is cut keeps what it measured
+    def more() -> bool:
+        return _MINUTES.value is None or time.perf_counter() - start < 60 * _MINUTES.value
+
+    # The shortest first: what a run that is cut has not measured is then little.
+    in_turn = sorted(chosen, key=lambda case: measure.least_seconds(case, found)[1] or 0.0)
+    for case, row in bench.rows(in_turn, more):
+        done[id(case)] = row
+        save("the run was stopped before them")  # after each case: a run that is cut keeps what it measured
         print(progress_line(row, time.perf_counter() - start), flush=True)
-    rows += bench.other_rows()
-    save(rows)
+    rows = save(f"--minutes={_MINUTES.value:g} were over before them" if len(done) < len(chosen) else "")
     show(rows)
     print(f"goals {measure.summary(rows)}; {time.perf_counter() - start:.0f} s; written to {path}")
-    # Tiny shapes may be too short for the clock; that says nothing about the kernels.
-    failed = [row["case"] for row in measure.failures(rows) if not (quick and TimingError.__name__ in row["remarks"])]
+    # Tiny shapes may be too short for the clock, and the ceilings of tiny shapes are none; that says nothing about the kernels.
+    said_nothing = (TimingError.__name__, *limits.IMPOSSIBLE) if quick else ()
+    failed = [row["case"] for row in measure.failures(rows) if not any(words in row["remarks"] for words in said_nothing)]
     if failed:
         raise UserError(f"{len(failed)} cases could not be measured, the first is {failed[0]!r}: see the remarks in {path}")
     return rows

@@ -5,14 +5,18 @@
 
 Starting a jitted program costs the host 50-100 us, more than many kernels take. So one program makes R calls and another 2 R,
 each call on the next of several sets of inputs, and the time of a call is (time(2 R) - time(R)) / R: whatever a program costs
-beside its calls is in both and cancels. PyTorch's calls are replayed as a CUDA graph between two events, behind another replay,
-so that the device never waits for the host there either.
+beside its calls is in both and cancels. That holds for the device's part. The host's part need not be equal: XLA makes a CUDA
+graph of one program, and records it anew whenever a buffer has moved, which may happen to one of the two alone and then at every
+run, so that the median does not help. Therefore short programs start behind another run that keeps the device busy meanwhile.
+PyTorch's calls are replayed as a CUDA graph between two events, behind another replay, so that the device never waits for the
+host there either.
 
 Give as many sets of inputs as together exceed the device's cache several times (`sets_beyond_cache`), and random numbers: zeros
 make a GPU faster than it is.
 """
 
 import dataclasses
+import math
 import re
 import statistics
 import time
@@ -27,6 +31,10 @@ from jax import lax
 CACHE_BYTES = 200e6
 # So much of the GPU's memory may be filled with the inputs of one case, and as much with its results.
 MEMORY_BYTES = 16e9
+# Calls that together take so long are told from what the host does; longer measurements only cost time.
+_ENOUGH_SECONDS = 2e-3
+# A program that takes so long hides nothing behind another: what the host needs is a small part of it.
+_LONG_SECONDS = 20e-3
 # Kernels of ours are custom calls by this name.
 _KERNEL_CALL = re.compile(r'custom_call_target="[^"]*(?:triton|mosaic)[^"]*"', re.IGNORECASE)
 # What XLA makes of other operations.
@@ -67,6 +75,17 @@ def sets_beyond_cache(bytes_touched: float, bytes_per_set: float | None = None, 
     """
     fitting = int(MEMORY_BYTES // max(bytes_per_set or bytes_touched, 1))
     return int(max(2, min(most, fitting, -(-CACHE_BYTES // max(bytes_touched, 1)))))
+
+
+def enough_calls(least_seconds: float | None, sets: int) -> int:
+    """Calls in one measurement: 8, or one for each set where those are more; fewer, but two, where calls take long.
+
+    Args:
+      least_seconds: no call takes less; None: unknown.
+      sets: how many sets of inputs there are.
+    """
+    most = max(8, sets)
+    return most if not least_seconds else max(2, min(most, math.ceil(_ENOUGH_SECONDS / least_seconds)))
 
 
 def per_call(short: Sequence[float], long: Sequence[float], calls: int, host: Sequence[float] = ()) -> Timing:
@@ -146,18 +165,20 @@ class Calls:
 
     Args:
       function: of the arrays (or trees of them) of one set; called inside jit.
-      sets: sets of inputs, used in turn.
+      sets: sets of inputs, used in turn; their shapes will do until `time`.
       calls: R.
       kernels: whether the function consists of Triton kernels, so that their number is checked exactly.
     """
 
     def __init__(self, function: Callable, sets: Sequence[tuple], *, calls: int = 8, kernels: bool = False):
-        in_turn = [sets[i % len(sets)] for i in range(2 * calls)]
-        self._calls, self._kernels = calls, kernels
-        self._inputs = in_turn[:calls], in_turn
+        self._calls, self._kernels, self._sets = calls, kernels, sets
         program = chain(function)
-        self._traced = [program.trace(each) for each in self._inputs]
+        self._traced = [program.trace(each) for each in self._in_turn(sets)]
         self._programs: list[Callable] = []
+
+    def _in_turn(self, sets: Sequence[tuple]) -> list[list[tuple]]:
+        """The inputs of R calls and of 2 R."""
+        return [[sets[i % len(sets)] for i in range(count)] for count in (self._calls, 2 * self._calls)]
 
     def compile(self) -> "Calls":
         """Compiles the programs. Several may be compiled at once, each in a thread.
@@ -170,26 +191,34 @@ class Calls:
         self._programs, self._traced = programs, []
         return self
 
-    def time(self, repeats: int) -> Timing:
+    def time(self, repeats: int, sets: Sequence[tuple] | None = None) -> Timing:
         """The time of a call, from so many measurements behind a warm-up.
+
+        Args:
+          repeats: measurements.
+          sets: as many sets of inputs as `Calls` was made with, where it had their shapes alone.
 
         Raises:
           TimingError: the calls are too short to be told apart.
         """
+        inputs = self._in_turn(self._sets if sets is None else sets)
+        on_cpu = jax.default_backend() == "cpu"  # there the host is the device, and nothing hides behind anything
+        for program, each in zip(self._programs, inputs, strict=True):
+            jax.block_until_ready(program(each))
+        start = time.perf_counter()
+        jax.block_until_ready(self._programs[0](inputs[0]))
+        is_short = not on_cpu and time.perf_counter() - start < _LONG_SECONDS
         durations, handed_over = ([], []), ([], [])
-        for repeat in range(-1, repeats):
+        for _ in range(repeats):
             for i, program in enumerate(self._programs):
+                busy = self._programs[1](inputs[1]) if is_short else None  # the same for both: cancels
                 start = time.perf_counter()
-                results = program(self._inputs[i])
-                handed = time.perf_counter() - start
-                jax.block_until_ready(results)
-                duration = time.perf_counter() - start
-                del results
-                if repeat >= 0:  # the first is the warm-up
-                    durations[i].append(duration)
-                    handed_over[i].append(handed)
+                results = program(inputs[i])
+                handed_over[i].append(time.perf_counter() - start)
+                jax.block_until_ready((busy, results))
+                durations[i].append(time.perf_counter() - start)
+                del busy, results
         host = [b - a for a, b in zip(*handed_over, strict=True)]
-        on_cpu = jax.default_backend() == "cpu"  # there the host is the device
         return per_call(*durations, self._calls, () if on_cpu else host)
 
 

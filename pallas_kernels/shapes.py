@@ -4,7 +4,7 @@
     for shape in shapes.QWEN3_30B_A3B.grouped(): ...    # the experts' gate_up and down
 
 Let M be rows (tokens), N output features, K the summed axis, E experts, k experts per token. Sources: config.json of
-Qwen/Qwen3-30B-A3B, Qwen/Qwen3-8B and Qwen/Qwen3-0.6B; configs/quickstart.py.
+Qwen/Qwen3-30B-A3B, Qwen/Qwen3-8B, Qwen/Qwen3-0.6B and meta-llama/Llama-3.2-1B; configs/quickstart.py.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class Grouped:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What determines the shapes of a Qwen3 model's operations.
+    """What determines the shapes of a Qwen3 or Llama model's operations.
 
     Attributes:
       name: as people call it.
@@ -144,6 +144,7 @@ class Model:
 QWEN3_30B_A3B = Model("Qwen3-30B-A3B", 2048, 32, 4, 128, 151936, 768, experts=128, top_k=8)
 QWEN3_8B = Model("Qwen3-8B", 4096, 32, 8, 128, 151936, 12288)
 QWEN3_0_6B = Model("Qwen3-0.6B", 1024, 16, 8, 128, 151936, 3072)
+LLAMA_3_2_1B = Model("Llama-3.2-1B", 2048, 32, 8, 64, 128256, 8192)
 QUICKSTART = Model("quickstart", 64, 4, 2, 16, 256, 64, experts=8, top_k=2)
 MODELS = (QWEN3_30B_A3B, QWEN3_8B, QWEN3_0_6B, QUICKSTART)
 

@@ -27,6 +27,11 @@ RATIOS = (VS_BF16, VS_FP8, VS_GROUPED, VS_GROUPED_FP8, VS_RAGGED, VS_UNFUSED, VS
 SHARE = "share"
 
 
+def held_by(key: str) -> str:
+    """The column of what a comparison holds in memory."""
+    return f"{key}_held"
+
+
 @dataclasses.dataclass(frozen=True)
 class Other:
     """A comparison that is itself JAX code: named once, timed once.
@@ -36,16 +41,14 @@ class Other:
       function: of the arrays of one set.
       make: key -> one set of inputs.
       repeats: at most so many measurements (what takes long gets few).
-      calls: calls in one measurement.
-      held: whether the memory that it holds beside inputs and results is asked for (one more compilation; on a GPU).
+      calls: calls in one measurement; None: by `timing.enough_calls`.
     """
 
     name: str
     function: Callable
     make: Callable
     repeats: int = 20
-    calls: int = 4
-    held: bool = False
+    calls: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Case:
       ratios: key -> what is compared: another library's operation, or JAX code.
       goals: key of a ratio, or `SHARE` -> the value wanted at least.
       native: whether a native kernel for the B300 was compiled (it has not been run).
-      held: as in `Other`.
+      held: whether the memory that it and what it is compared with in JAX hold beside inputs and results is asked for (one
+        more compilation of each; on a GPU).
     """
 
     suite: str
@@ -84,6 +88,21 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
+class Attending:
+    """What one model's heads attend to.
+
+    Attributes:
+      model: whose heads.
+      passes: (sequences, tokens of each) of a causal pass.
+      caches: (sequences, tokens behind each) of decoding.
+    """
+
+    model: shapes.Model
+    passes: tuple[tuple[int, int], ...]
+    caches: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Scale:
     """Which shapes are measured: `FULL` on a GPU, `QUICK` where only the script itself is tried.
 
@@ -96,9 +115,8 @@ class Scale:
       decode: dense projections that are decoded.
       backward: dense projections of the backward suite.
       wide: model whose SwiGLU is the widest measured, or None.
-      attention_models: whose heads attend.
-      attention_passes: (sequences, tokens of each) of a causal pass.
-      attention_caches: (sequences, tokens behind each) of decoding.
+      attention: whose heads attend, and over what.
+      router_rows: tokens that are routed at once.
     """
 
     rows: int
@@ -109,12 +127,12 @@ class Scale:
     decode: tuple[shapes.Dense, ...]
     backward: tuple[shapes.Dense, ...]
     wide: shapes.Model | None
-    attention_models: tuple[shapes.Model, ...]
-    attention_passes: tuple[tuple[int, int], ...]
-    attention_caches: tuple[tuple[int, int], ...]
+    attention: tuple[Attending, ...]
+    router_rows: tuple[int, ...]
 
 
 _LARGE, _MOE = shapes.QWEN3_8B, shapes.QWEN3_30B_A3B
+_PASSES, _CACHES = ((4, 4096), (1, 32768)), ((64, 4096), (64, 8192), (8, 32768))
 FULL = Scale(
     rows=8192,
     tokens=8192,
@@ -127,9 +145,12 @@ FULL = Scale(
     decode=(_MOE.projection("qkv"), _LARGE.projection("gate_up"), _LARGE.projection("down")),
     backward=(_LARGE.projection("gate_up"), _LARGE.projection("down"), _MOE.projection("qkv")),
     wide=_LARGE,
-    attention_models=(_MOE, _LARGE),
-    attention_passes=((4, 4096), (1, 32768)),
-    attention_caches=((64, 4096), (64, 8192), (8, 32768)),
+    attention=(
+        Attending(shapes.LLAMA_3_2_1B, ((4, 4096),), ((64, 8192),)),  # heads of 64
+        Attending(_MOE, _PASSES, _CACHES),
+        Attending(_LARGE, _PASSES, _CACHES),
+    ),
+    router_rows=(1, 64, 512, 513, 16384),  # above 512 the kernel is another
 )
 _TINY = shapes.QUICKSTART
 QUICK = Scale(
@@ -141,9 +162,8 @@ QUICK = Scale(
     decode=(_TINY.projection("o"),),
     backward=(_TINY.projection("o"),),
     wide=None,
-    attention_models=(_TINY,),
-    attention_passes=((1, 32),),
-    attention_caches=((2, 32),),
+    attention=(Attending(_TINY, ((1, 32),), ((2, 32),)),),
+    router_rows=(1, 32),
 )
 
 

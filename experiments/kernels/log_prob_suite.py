@@ -4,6 +4,7 @@ sampling; and the router, which is the same kind of operation over experts.
 Let M be rows, V the vocabulary, D the model's width, E experts, k experts per token.
 """
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -18,6 +19,7 @@ from pallas_kernels.log_prob import Truncation, kept_tokens, log_prob_of_logits,
 from pallas_kernels.matmul import matmul
 from pallas_kernels.router import router
 
+_TEMPERATURE = Truncation(temperature=0.8)
 _TRUNCATION = Truncation(temperature=0.8, top_k=50, top_p=0.95)
 
 
@@ -26,11 +28,12 @@ def cases(scale: Scale) -> Iterator[Case]:
     models = [model for model in (scale.moe, scale.wide) if model is not None]
     for model in models:
         yield from _log_probs(scale.rows, model)
-    yield _sampling(scale.decode_rows[-1], scale.moe.vocabulary)
+    yield from _sampling(scale.decode_rows[-1], scale.moe.vocabulary)
     for model in models:
         for rows in dict.fromkeys((scale.decode_rows[-1], scale.rows)):
             yield _head(rows, model.projection("lm_head"))
-    yield _router(2 * scale.tokens, scale.moe)
+    for rows in scale.router_rows:
+        yield _router(rows, scale.moe)
 
 
 def plain_log_prob(hidden: jax.Array, head: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -66,7 +69,7 @@ def _log_probs(M: int, model: shapes.Model) -> Iterator[Case]:
         value, pullback = jax.vjp(lambda hidden, head: plain_log_prob(hidden, head, tokens), hidden, head)
         return value, pullback((g[0], g[1]))
 
-    plain = dict(repeats=5, calls=1, held=True)
+    plain = dict(repeats=5, calls=1)
     yield Case(
         suite="log_prob",
         name=f"{model.name} log-probs",
@@ -97,42 +100,48 @@ def _log_probs(M: int, model: shapes.Model) -> Iterator[Case]:
     )
 
 
-def _draw(logits: jax.Array, key_data: jax.Array) -> tuple[jax.Array, jax.Array]:
-    kept = kept_tokens(logits, _TRUNCATION)
-    tokens = sample_tokens(logits, jax.random.wrap_key_data(key_data), _TRUNCATION, kept)
-    return tokens, log_prob_of_logits(logits, tokens, _TRUNCATION, kept)[0]
+def _draw(truncation: Truncation, logits: jax.Array, key_data: jax.Array) -> tuple[jax.Array, jax.Array]:
+    kept = kept_tokens(logits, truncation)
+    tokens = sample_tokens(logits, jax.random.wrap_key_data(key_data), truncation, kept)
+    return tokens, log_prob_of_logits(logits, tokens, truncation, kept)[0]
 
 
-def plain_draw(logits: jax.Array, key_data: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same with a sort: the smallest logit that is kept, then a draw from those that are not smaller."""
-    logits = logits / _TRUNCATION.temperature
-    falling = -jnp.sort(-logits, axis=-1)
-    falling = jnp.where(jnp.arange(falling.shape[1])[None, :] < _TRUNCATION.top_k, falling, -jnp.inf)
-    probs = jax.nn.softmax(falling, axis=-1)
-    is_kept = jnp.cumsum(probs, axis=-1) - probs < _TRUNCATION.top_p
-    smallest = jnp.min(jnp.where(is_kept, falling, jnp.inf), axis=-1, keepdims=True)
-    logits = jnp.where(logits >= smallest, logits, -jnp.inf)
+def plain_draw(truncation: Truncation, logits: jax.Array, key_data: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same in jnp. What truncates sorts: the smallest logit that is kept, then a draw from those that are not smaller."""
+    logits = logits / truncation.temperature
+    if not truncation.keeps_all(logits.shape[1]):
+        falling = -jnp.sort(-logits, axis=-1)
+        falling = jnp.where(jnp.arange(falling.shape[1])[None, :] < truncation.top_k, falling, -jnp.inf)
+        probs = jax.nn.softmax(falling, axis=-1)
+        is_kept = jnp.cumsum(probs, axis=-1) - probs < truncation.top_p
+        smallest = jnp.min(jnp.where(is_kept, falling, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= smallest, logits, -jnp.inf)
     tokens = jax.vmap(jax.random.categorical)(jax.random.wrap_key_data(key_data), logits)
     return tokens, jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, None], axis=-1)[:, 0]
 
 
-def _sampling(M: int, V: int) -> Case:
+def _sampling(M: int, V: int) -> Iterator[Case]:
     def make(key):
         return normal(key, M, V, scale=3.0, dtype=jnp.float32), jax.random.key_data(jax.random.split(key, M))
 
-    return Case(
-        suite="log_prob",
-        name=f"sampling, top-k {_TRUNCATION.top_k} and top-p {_TRUNCATION.top_p}, and log-probs",
-        operands="logits f32",
-        shape=f"{M} x {V}",
-        function=_draw,
-        make=make,
-        flops=0,
-        nbytes=4 * M * V,
-        ceiling=READ,
-        ratios={VS_UNFUSED: Other(f"sampling with a sort, {M} x {V}", plain_draw, make, held=True)},
-        held=True,
-    )
+    for truncation, words in (
+        (_TEMPERATURE, "sampling by temperature alone"),
+        (_TRUNCATION, f"sampling, top-k {_TRUNCATION.top_k} and top-p {_TRUNCATION.top_p}"),
+    ):
+        plain = Other(f"{words}, in jnp, {M} x {V}", functools.partial(plain_draw, truncation), make)
+        yield Case(
+            suite="log_prob",
+            name=f"{words}, and log-probs",
+            operands="logits f32",
+            shape=f"{M} x {V}",
+            function=functools.partial(_draw, truncation),
+            make=make,
+            flops=0,
+            nbytes=4 * M * V,
+            ceiling=READ,
+            ratios={VS_UNFUSED: plain},
+            held=True,
+        )
 
 
 def _head(M: int, shape: shapes.Dense) -> Case:
@@ -166,7 +175,7 @@ def _router(M: int, model: shapes.Model) -> Case:
 
     return Case(
         suite="log_prob",
-        name=f"{model.name} router",
+        name=f"{model.name} router, {M} tokens",
         operands="x bf16, weight f32, product f32",
         shape=f"{M} x {E} x {D}, k = {k}",
         function=lambda x, weight: router(x, weight, top_k=k, normalize=True),

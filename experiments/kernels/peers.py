@@ -8,12 +8,13 @@ Let M be rows, N output features, K the summed axis.
 
 import dataclasses
 import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from experiments.timing import Timing, sets_beyond_cache, time_torch
+from experiments.timing import Timing, enough_calls, sets_beyond_cache, time_torch
 from minite_jax.optional import require
 
 
@@ -25,11 +26,13 @@ class Measured:
       timing: None where it was not run or failed.
       failure: the reason of a failure, "" otherwise.
       held: bytes held beside inputs and results, where that was asked for.
+      cycled: bytes of all sets that the calls went round; what is in the cache still was not read from memory.
     """
 
     timing: Timing | None = None
     failure: str = ""
     held: int | None = None
+    cycled: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +69,24 @@ class Peers:
         """PyTorch's version, or "not installed"."""
         return "not installed" if self._torch is None else str(self._torch.__version__)
 
-    def time(self, peer: Peer) -> Measured:
-        """Times a peer; a second question has the same answer."""
+    def time(self, peer: Peer, least_seconds: float | None = None) -> Measured:
+        """Times a peer; a second question has the same answer. `least_seconds` as in `timing.enough_calls`."""
         if peer not in self.measured:
-            self.measured[peer] = Measured() if self._torch is None else self._time(peer)
+            self.measured[peer] = Measured() if self._torch is None else self._time(peer, least_seconds)
         return self.measured[peer]
 
-    def _time(self, peer: Peer) -> Measured:
+    def _time(self, peer: Peer, least_seconds: float | None) -> Measured:
         torch, sets = self._torch, None
         try:
             make, *variants = _PEERS[peer.name](torch, *peer.shape)
             sets = [make()]
             nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sets[0])
-            sets += [make() for _ in range(sets_beyond_cache(nbytes * _touched(peer), nbytes) - 1)]
-            calls = max(8, len(sets))
+            touched = nbytes * _touched(peer)
+            count = sets_beyond_cache(touched, nbytes)
+            calls = enough_calls(least_seconds, count)
+            sets += [make() for _ in range(min(count, calls) - 1)]
             timings = [time_torch(torch, function, sets, repeats=self._repeats, calls=calls) for function in variants]
-            return Measured(min(timings, key=lambda timing: timing.seconds))
+            return Measured(min(timings, key=lambda timing: timing.seconds), cycled=len(sets) * touched)
         except Exception as error:  # whatever somebody else's library may raise: the run goes on
             return Measured(failure=reason(error))
         finally:

@@ -274,6 +274,16 @@ def _quantize(scale: Scale) -> Iterator[Case]:
     def norm_inputs(key):
         return normal(key, M, D), normal(key, D, dtype=jnp.float32)
 
+    def stream(key):  # a block's addition to the residual stream, whose rows are tokens
+        x, y = jax.random.split(key)
+        return normal(x, T, D), normal(y, T, D), normal(key, D, dtype=jnp.float32)
+
+    def add_norm(x, y, w):
+        return rms_norm.add_rms_norm(x, y, w, eps=_EPSILON)
+
+    def add_norm_quantize(keep):
+        return lambda x, y, w: rms_norm.add_rms_norm_quantize(x, y, w, ROW_RULE, eps=_EPSILON, keep=keep)
+
     def gate_up(key):
         return (normal(key, M, 2 * F),)
 
@@ -289,6 +299,10 @@ def _quantize(scale: Scale) -> Iterator[Case]:
     yield rows_case(
         "RMS norm + quantise", (M, D), 2 + 1, lambda x, w: rms_norm.rms_norm_quantize(x, w, ROW_RULE, eps=_EPSILON), norm_inputs
     )
+    # Before attention, and before experts, whose router reads the norm itself.
+    yield rows_case("add + RMS norm + quantise", (T, D), 4 + 2 + 1, add_norm_quantize(keep=False), stream, goal=None)
+    yield rows_case("add + RMS norm, kept, + quantise", (T, D), 4 + 4 + 1, add_norm_quantize(keep=True), stream, goal=None)
+    yield rows_case("add + RMS norm", (T, D), 4 + 4, add_norm, stream, goal=None)
     yield rows_case("silu(gate) x up + quantise", (M, F), 4 + 1, gated_to_fp8, gate_up)
     if scale.wide is not None:
         wide = scale.wide.inner

@@ -1,6 +1,7 @@
 """The kernel benchmark on a CPU: tiny shapes through the reference implementation, with a clock that is a stand-in."""
 
 import contextlib
+import dataclasses
 import types
 
 import jax
@@ -10,10 +11,10 @@ from absl import flags
 from absl.testing import flagsaver
 
 from experiments import benchmark, tables
-from experiments.kernels import cases, ceilings, decode_suite, measure, peers, suites
+from experiments.kernels import cases, ceilings, decode_suite, limits, measure, peers, suites
 from experiments.kernels.cases import BF16, COPY, FP8, READ, SHARE, VS_BF16, VS_FP8, Case, Other
 from experiments.kernels.peers import Measured, Peer, Peers
-from experiments.timing import Timing, TimingError, time_jax
+from experiments.timing import Calls, Timing, TimingError
 from minite_jax.errors import UserError
 from minite_jax.metrics.results import read_results
 from pallas_kernels import shapes
@@ -24,13 +25,35 @@ def clock(function, sets, **settings):
     return Timing(1e-3, 0.01, settings.get("repeats", 20), settings.get("calls", 8))
 
 
+class Programs:
+    """In place of `timing.Calls`: nothing is traced, compiled or run; keeps what it was asked for."""
+
+    made = []
+
+    def __init__(self, function, sets, **settings):
+        self.settings, self.sets = settings, sets
+        self.made.append(self)
+
+    def compile(self):
+        return self
+
+    def time(self, repeats, sets=None):
+        assert len(sets) == len(self.sets)
+        return clock(None, sets, repeats=repeats, calls=self.settings["calls"])
+
+
+def bench_of(programs=Programs, repeats=1, calls=2, **rates):
+    return measure.Bench(Peers(1, types.SimpleNamespace()), ceilings_of(**rates), programs, repeats, calls=calls)
+
+
 @contextlib.contextmanager
-def stand_ins(path, time=clock, **given):
+def stand_ins(path, programs=Programs, **given):
     """No PyTorch, no compiling: times and inputs come from shapes alone."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["test"])  # a module's fixture comes before the one that does this
     with pytest.MonkeyPatch.context() as patch, flagsaver.flagsaver(quick=True, out=str(path), **given):
-        patch.setattr(benchmark, "time_jax", time)
+        patch.setattr(benchmark, "time_jax", clock)
+        patch.setattr(benchmark, "Calls", programs)
         patch.setattr(peers, "_import_torch", lambda: None)
         patch.setattr(measure, "make_sets", lambda make, key, count: [jax.eval_shape(make, key)] * count)
         yield patch
@@ -118,11 +141,19 @@ def case(**changes):
 def ceilings_of(**rates):
     def ceiling(name, unit, rate):
         measured = Measured() if rate is None else Measured(Timing(1.0, 0.0, 1, 1))
-        return ceilings.Ceiling(name, rate or 0.0, unit, {"somebody": measured})
+        return ceilings.Ceiling(name, unit, {"somebody": (rate or 0.0, measured)})
 
     rates = {"copy": 4e12, "read": 3e12, "bf16": 0.5e12, "fp8": 1e12} | rates
     units = {COPY: "B", READ: "B", BF16: "FLOP", FP8: "FLOP"}
     return {name: ceiling(name, unit, rates[name.split()[0]]) for name, unit in units.items()}
+
+
+def test_a_ceiling_is_the_fastest_of_what_was_tried():
+    tried = {"large": (1e15, timed(1.4)), "small": (2.5e14, timed(0.3)), "failed": (1e15, Measured(failure="no"))}
+    ceiling = ceilings.Ceiling(BF16, "FLOP", tried)
+    assert ceiling.rate == pytest.approx(2.5e14 / 0.3) and ceiling.words() == "bf16 matmul 833 TFLOP/s"
+    rows = measure.ceiling_rows({BF16: ceiling})
+    assert [row["tflops"] for row in rows] == [pytest.approx(1e3 / 1.4), pytest.approx(250 / 0.3), None]
 
 
 def timed(seconds, host_share=0.0):
@@ -167,7 +198,7 @@ def test_failed_and_late_are_said():
 
 def test_a_missed_goal_is_missed_even_if_another_is_open():
     against = case(ratios={VS_BF16: Peer("b", ()), VS_FP8: Peer("f", ())}, goals={VS_BF16: 1.5, VS_FP8: 1.0})
-    row = measure.case_row(against, timed(5e-3), {VS_BF16: timed(5e-3), VS_FP8: Measured()}, ceilings_of())
+    row = measure.case_row(against, timed(5e-3), {VS_BF16: timed(5e-3), VS_FP8: Measured()}, ceilings_of(bf16=1e12))
     assert row["met"] is False
     assert measure.summary([row, {"goal": "", "met": ""}]) == {"met": 0, "missed": 1, "undecided": 0}
 
@@ -186,24 +217,153 @@ def test_equal_peers_are_timed_once(monkeypatch):
     assert calls == [8, 9] and found[0].failure == "RuntimeError: not on this build" and others.version == "2.11"
 
 
-def test_jax_comparisons_are_timed_once():
-    calls = []
+@pytest.fixture
+def no_arrays(monkeypatch):
+    monkeypatch.setattr(measure, "make_sets", lambda make, key, count: [jax.eval_shape(make, key)] * count)
 
-    def counting(function, sets, **settings):
-        calls.append(settings)
-        return Timing(1.0, 0.0, 1, 1)
 
-    bench = measure.Bench(Peers(1, types.SimpleNamespace()), ceilings_of(), counting, calls=2)
+def test_jax_comparisons_are_timed_once(monkeypatch, no_arrays):
+    monkeypatch.setattr(Programs, "made", [])
+    bench = bench_of(calls=None)
     other = Other("other", lambda x: x, lambda key: (jnp.ones(4),), repeats=3, calls=1)
-    assert bench.row(case(ratios={"vs_unfused": other}))["vs_unfused"] == 1.0
-    bench.row(case(ratios={"vs_unfused": other}))
-    assert len(calls) == 3 and [row["case"] for row in bench.other_rows()] == ["other"]
+    # In one batch, and in another.
+    against = case(ratios={"vs_unfused": other}, flops=0)
+    assert [row["vs_unfused"] for _, row in bench.rows([against, against])] == [1.0, 1.0]
+    assert bench.row(against)["vs_unfused"] == 1.0
+    assert len(Programs.made) == 4 and [row["case"] for row in bench.other_rows()] == ["other"]
+    assert sorted(made.settings["calls"] for made in Programs.made) == [1, 32, 32, 32]
 
 
 def test_a_case_with_the_real_clock():
-    bench = measure.Bench(Peers(1, types.SimpleNamespace()), ceilings_of(), time_jax, calls=4)
-    row = bench.row(case(function=lambda x: x @ x, make=lambda key: (jax.random.normal(key, (384, 384)),)))
+    bench = bench_of(Calls, calls=4)
+    row = bench.row(case(function=lambda x: x @ x, make=lambda key: (jax.random.normal(key, (384, 384)),), flops=0, nbytes=0))
     assert row["time"] > 0 and row["remarks"] == ""
+
+
+def test_batches_are_measured_in_order_as_long_as_there_is_time(monkeypatch, no_arrays):
+    monkeypatch.setattr(measure, "_BATCH", 2)
+    asked = [case(name=str(i)) for i in range(5)]
+    assert [c.name for c, _ in bench_of().rows(asked)] == list("01234")
+    answers = iter([True] * 5 + [False])  # one question before each batch and each case
+    assert [c.name for c, _ in bench_of().rows(asked, lambda: next(answers))] == list("012")
+
+
+# 1.07 GB of keys and values read by an H200 that was measured to read 4.5 TB/s and to multiply 700 TFLOP/s.
+DECODE = dict(nbytes=1.0737e9, flops=1.7e10, ceiling=READ, ratios={VS_BF16: Peer("b", ())}, goals={SHARE: 0.8, VS_BF16: 0.5})
+H200 = dict(copy=4.2e12, read=4.5e12, bf16=700e12, fp8=1380e12)
+
+
+def gone_round(seconds, sets=2, nbytes=1.0737e9):
+    return dataclasses.replace(timed(seconds), cycled=sets * nbytes)
+
+
+def test_a_time_under_which_the_bytes_cannot_have_moved_is_no_measurement():
+    decode = case(**DECODE)
+    row = measure.case_row(decode, gone_round(259e-6), {VS_BF16: gone_round(178.4e-6)}, ceilings_of(**H200))
+    assert row[VS_BF16] == "faster than reading allows" and row["met"] is None and row[SHARE] == pytest.approx(92.1, abs=0.1)
+    assert row["remarks"] == "cuBLAS bf16: 178.4 us (spread 2 %) is faster than reading allows"
+    # Ours as well: no figure is made of it.
+    row = measure.case_row(decode, gone_round(178.4e-6), {VS_BF16: gone_round(259e-6)}, ceilings_of(**H200))
+    assert row["time"] == "faster than reading allows" and {row[key] for key in ("gbs", "tflops", SHARE, VS_BF16)} == {None}
+    assert row["met"] is None and measure.failures([row]) == [row]
+    # A goal that another figure misses is missed.
+    row = measure.case_row(decode, gone_round(400e-6), {VS_BF16: gone_round(178.4e-6)}, ceilings_of(**H200))
+    assert row["met"] is False
+
+
+@pytest.mark.parametrize("seconds", [1.0737e9 / 4.35e12, 1.0737e9 / 4.9e12])
+def test_within_the_tolerance_is_a_measurement(seconds):
+    assert limits.too_fast(case(**DECODE), gone_round(seconds), ceilings_of(**H200)) == ""
+
+
+def test_what_the_cache_can_hold_may_be_faster_than_memory():
+    small = case(**{**DECODE, "nbytes": 1e6, "flops": 0})
+    found, at_ten_terabytes = ceilings_of(**H200), 1e6 / 10e12
+    assert limits.too_fast(small, gone_round(at_ten_terabytes, 32, 1e6), found) == ""
+    assert limits.too_fast(small, gone_round(at_ten_terabytes, 200, 1e6), found) == limits.FASTER_THAN_READING
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "key", "tflops", "words"),
+    [
+        (BF16, None, 730, ""),
+        (BF16, None, 740, limits.FASTER_THAN_MATMULS),
+        (FP8, None, 1400, ""),
+        (FP8, None, 1460, limits.FASTER_THAN_MATMULS),
+        (FP8, VS_FP8, 1400, ""),
+        (FP8, VS_BF16, 1400, limits.FASTER_THAN_MATMULS),  # it multiplies bfloat16
+        (BF16, VS_FP8, 1400, ""),
+    ],
+)
+def test_matmuls_have_the_limit_of_their_type(ceiling, key, tflops, words):
+    matmul = case(flops=1e12, nbytes=1e6, ceiling=ceiling)
+    assert limits.too_fast(matmul, timed(1 / tflops), ceilings_of(**H200), key) == words
+
+
+def test_without_ceilings_nothing_is_impossible():
+    nothing = ceilings_of(copy=None, read=None, bf16=None, fp8=None)
+    assert limits.too_fast(case(**DECODE), gone_round(1e-9), nothing) == ""
+    assert limits.too_fast(case(**DECODE), Measured(), ceilings_of(**H200)) == ""
+
+
+def test_an_impossible_comparison_has_no_time_in_its_own_row(no_arrays):
+    bench = bench_of(copy=1e9, read=1e9)  # of 300 MB, for which the stand-in says a millisecond
+    other = Other("other", lambda x: x, lambda key: (jnp.ones((1024, 1024, 64)),))
+    bench.row(case(nbytes=3e8, flops=0, make=other.make, ratios={"vs_unfused": other}))
+    assert [row["time"] for row in bench.other_rows()] == ["faster than reading allows"]
+
+
+def test_what_is_compared_says_what_it_holds():
+    other = dataclasses.replace(timed(9e-3), held=7_000_000)
+    row = measure.case_row(case(), timed(5e-3), {"vs_unfused": other}, ceilings_of())
+    assert row["vs_unfused_held"] == 7.0 and row["held"] == ""
+    assert {"vs_unfused_held", "vs_ragged_dot_held", "vs_cudnn_attention_held"} <= {c["key"] for c in measure.COLUMNS}
+
+
+def test_a_table_says_what_is_not_in_it(tmp_path):
+    path = tmp_path / "x.json"
+    with stand_ins(path, only=["dense", "decode"], match="^dense.*fp8|^dense.*bf16"):
+        benchmark.main(["benchmark", "kernels"])
+    words = "**Left out** by --match=^dense.*fp8|^dense.*bf16: dense (3 of 5 cases), decode (all 3 cases).\n\nOn a Hopper"
+    assert read_results(path)["notes"].startswith(words)
+    with stand_ins(path, only=["dense", "decode"], minutes=0.0):
+        benchmark.main(["benchmark", "kernels"])
+    words = "**Not in this table**: dense (all 5 cases), decode (all 3 cases): --minutes=0 were over before them."
+    assert read_results(path)["notes"].startswith(words)
+
+
+def test_a_table_of_everything_says_nothing_is_missing():
+    found = [case(), case(suite="decode")]
+    assert measure.missing_words(found, found, found, "", None) == ""
+
+
+def test_a_run_that_dies_has_said_what_is_missing(tmp_path):
+    def dying(path, **content):
+        written.append(content)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    written = []
+    with stand_ins(tmp_path / "x.json", only=["dense"]) as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(benchmark, "write_results", dying)
+        benchmark.main(["benchmark", "kernels"])
+    assert written[1]["notes"].startswith("**Not in this table**: dense (3 of 5 cases): the run was stopped before them.")
+
+
+def test_a_pattern_that_finds_nothing_is_one_line():
+    for pattern, words in (("no such case", "found in no case"), ("(", "give a regular expression")):
+        with flagsaver.flagsaver(quick=True, match=pattern), pytest.raises(UserError, match=words):
+            benchmark.main(["benchmark", "kernels"])
+
+
+def test_cases_that_the_model_runs_are_there():
+    found = list(suites.cases(cases.FULL, ("quantize", "attention", "log_prob")))
+    names = {each.name for each in found}
+    assert {"add + RMS norm", "add + RMS norm + quantise", "Llama-3.2-1B, causal pass and its gradients"} <= names
+    assert sum("router" in name for name in names) == 5 and sum(name.startswith("sampling") for name in names) == 2
+    assert [each.shape for each in found if each.name.startswith("Llama-3.2-1B, one token")] == [
+        "B = 64, T = 8192, H = 32, N = 8, K = 64"
+    ]
 
 
 def test_full_scale_cases_have_goals_and_unique_names():
@@ -241,14 +401,15 @@ def test_device_slug(kind, slug):
 
 
 def test_too_short_for_the_clock_is_no_failure_in_a_quick_run(tmp_path):
-    def too_fast(function, sets, **settings):
-        raise TimingError("2 calls took no longer than 1")
+    class TooFast(Programs):
+        def time(self, repeats, sets=None):
+            raise TimingError("2 calls took no longer than 1")
 
     path = tmp_path / "x.json"
-    with stand_ins(path, time=too_fast) as patch:
+    with stand_ins(path, programs=TooFast) as patch:
         patch.setattr(suites, "cases", lambda scale, only: iter([case()]))
         benchmark.main(["benchmark", "kernels"])
-    assert all(row["time"] is None for row in read_results(path)["rows"])
+    assert all(row["time"] is None for row in read_results(path)["rows"] if row["suite"] != "ceilings")
 
 
 @pytest.mark.slow

@@ -44,6 +44,54 @@ def test_sets_count_what_is_touched_and_fit_into_memory():
     assert timing.sets_beyond_cache(14e6, 60e9) == 2
 
 
+@pytest.mark.parametrize(
+    ("least", "sets", "calls"), [(None, 2, 8), (0.0, 32, 32), (50e-6, 32, 32), (178e-6, 2, 8), (0.5e-3, 2, 4), (60e-3, 8, 2)]
+)
+def test_what_takes_long_is_called_less_often(least, sets, calls):
+    assert timing.enough_calls(least, sets) == calls
+
+
+def test_programs_made_of_shapes_are_timed_with_arrays():
+    shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    programs = timing.Calls(lambda x: x @ x, [(shape,), (shape,)], calls=2).compile()
+    sets = [(jax.random.normal(key, shape.shape),) for key in jax.random.split(jax.random.key(0))]
+    assert programs.time(9, sets).seconds > 0
+
+
+class FakeDevice:
+    """Two programs of 1 and 2 calls, 1 ms each. The host needs 0.5 ms more before it starts the first, unless the device is busy.
+
+    A program starts at once on a device that is free, and otherwise behind what runs.
+    """
+
+    def __init__(self):
+        self.host = self.free_at = 0.0
+
+    def program(self, seconds, late):
+        def run(sets):
+            self.host += late  # the host works, the device goes on
+            self.free_at = max(self.host, self.free_at) + seconds
+            return ()
+
+        return run
+
+    def wait(self, results):
+        self.host = max(self.host, self.free_at)
+
+    def time(self, monkeypatch):
+        calls = timing.Calls(lambda x: x, [(jnp.ones(1),)], calls=1)
+        calls._programs = [self.program(1e-3, 0.5e-3), self.program(2e-3, 0.0)]
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.host)
+        monkeypatch.setattr(timing.jax, "block_until_ready", self.wait)
+        return calls.time(5)
+
+
+@pytest.mark.parametrize(("backend", "seconds"), [("gpu", 1e-3), ("cpu", 0.5e-3)])
+def test_what_the_host_does_for_one_program_alone_hides_behind_another(backend, seconds, monkeypatch):
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: backend)
+    assert FakeDevice().time(monkeypatch).seconds == pytest.approx(seconds)
+
+
 def test_the_chain_calls_on_each_set():
     sets = [(jnp.full(3, float(i)),) for i in (0, 1, 2, 0)]
     results = timing.chain(lambda x: (x + 1, {"codes": (2 * x).astype(jnp.uint8)}))(sets)
