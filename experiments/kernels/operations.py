@@ -95,6 +95,7 @@ class Operations:
     def of(cls, compiled_text: str) -> "Operations":
         """Reads the text of a compiled program."""
         paths, mosaic, called, bodies = {}, {}, {}, collections.defaultdict(list)
+        inside: dict[str, str] = {}  # by computation, which the text has before its caller: what runs a Mosaic kernel in it
         computation = ""
         for line in compiled_text.splitlines():
             if (begins := _COMPUTATION.match(line)) is not None:
@@ -104,9 +105,13 @@ class Operations:
                 paths[name] = path[1] if path else ""
                 bodies[computation].append(f"%{name} = {rest}")
                 if _MOSAIC in rest:
-                    mosaic[name] = computation
+                    mosaic[name], inside[computation] = computation, name
                 if (fusion := _FUSION.search(rest)) is not None:
                     called[name] = fusion[1]
+                    if fusion[1] in inside:
+                        # A kernel that reads or writes a slice: what runs, and what a profile names, is the fusion around it.
+                        mosaic[name], paths[name] = computation, paths[inside[fusion[1]]]
+        mosaic = {name: where for name, where in mosaic.items() if where not in called.values()}
         code = {name: _without_names(bodies[body]) for name, body in called.items()}
         module = re.match(r"HloModule ([^\s,]+)", compiled_text)
         return cls(paths, mosaic, code, module[1] if module else "")

@@ -1,5 +1,7 @@
 """The profile of a step: which part a kernel belongs to, busy and idle time, the table and the picture."""
 
+import collections
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +175,47 @@ def test_a_graphs_mosaic_kernels_are_in_the_right_part_or_in_none(name):
     events, operations, expected = _PROFILES[name]
     letters = {"attention": "a", "moe": "m", "head": "h", "other": "-"}
     assert "".join(letters[part] for part in _parts(events, operations)) == expected
+
+
+def _update(*, seen):
+    """A real update's operations, and launches of it in order: its head's loops 86 and 75 times. Those that are not `seen` (a
+    function of path and computation, "main" or "loop") run in graphs. Each launch comes with its part."""
+    text = (Path(__file__).parent.parent / "data/hlo/update_bf16_h200.txt").read_text()
+    operations = ops.Operations.of(text)
+    by_computation = {}
+    for name, computation in operations.mosaic.items():
+        by_computation.setdefault(computation, []).append(name)
+    _, backward, main = by_computation.values()
+    first = next(i for i, name in enumerate(main) if "transpose" in operations.paths[name])
+    events, parts = [], []
+    # The head's forward reads a slice of its rows: XLA puts slice and kernel into one fusion, which is what the profile names.
+    for name in [*main[:first], *["dynamic_slice_fusion"] * 86, *backward * 75, *main[first:]]:
+        path = operations.paths[name]
+        kernel = f"{path.split('/')[-2]}_mosaic_gpu_kernel"
+        graph = dict(hlo_op=name) if seen(path, "main" if name in main else "loop") else _GRAPH
+        events.append(_event(kernel, 10 * len(events), 5, **graph))
+        parts.append(ops.part_of(path))
+    return events, operations, parts
+
+
+def test_gradients_of_weights_belong_to_their_parts():
+    """Kernels of an update that ran in CUDA graphs, where a dense matmul's gradients may be attention's or the head's."""
+    events, operations, parts = _update(seen=lambda path, where: where != "main")
+    assert collections.Counter(parts) == {
+        "attention": 6, "moe": 4, "head": 86, "head backward": 225, "attention backward": 12, "moe backward": 8,
+    }  # fmt: skip
+    assert _parts(events, operations) == parts
+    # The same where attention's forward ran outside of graphs, and only the gradients inside.
+    events, operations, parts = _update(seen=lambda path, where: "transpose" not in path or where != "main")
+    assert _parts(events, operations) == parts
+
+
+def test_gradients_that_could_be_of_two_parts_are_of_none():
+    """All in graphs: what the experts and attention alone have is theirs; the dense kernels are attention's or the head's."""
+    events, operations, parts = _update(seen=lambda path, where: False)
+    found = _parts(events, operations)
+    dense = [event.name.removesuffix("_mosaic_gpu_kernel") in ("matmul", "matmul_dgrad", "matmul_wgrad") for event in events]
+    assert found == ["other" if unsure else part for part, unsure in zip(parts, dense, strict=True)]
 
 
 def test_each_gpu_has_its_own_turns():
