@@ -1,11 +1,13 @@
 """Runs the cases and makes the rows of the result file."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +28,8 @@ BLANK = ""
 COMPILED = "compiled, not run"
 # So many cases are compiled at once before the first of them is timed: a run that is cut should have rows early.
 _BATCH = 8
+# XLA times its candidates for a product while it compiles: two at once on one GPU would disturb each other.
+_CHOOSING = threading.Lock()
 # Where the host takes this share of a call's time, it is the host that was measured.
 _HOST_BOUND = 0.8
 
@@ -82,6 +86,7 @@ class _Job:
       touched: bytes of all sets.
       repeats: at most so many measurements; None: as many as asked for.
       calls: the programs.
+      chosen: whether XLA chooses by timing how to compute it.
       plan: traced by itself, where the memory that it holds is asked for.
       held: bytes.
       failure: as in `Measured`.
@@ -92,15 +97,17 @@ class _Job:
     touched: float = 0.0
     repeats: int | None = None
     calls: Any = None
+    chosen: bool = False
     plan: Any = None
     held: int | None = None
     failure: str = ""
 
     def compile(self) -> None:
         try:
-            self.calls.compile()
-            if self.plan is not None:
-                self.held = self.plan.lower().compile().memory_analysis().temp_size_in_bytes
+            with _CHOOSING if self.chosen else contextlib.nullcontext():
+                self.calls.compile()
+                if self.plan is not None:
+                    self.held = self.plan.lower().compile().memory_analysis().temp_size_in_bytes
         except Exception as error:  # a case that fails is said in its row; the GPU's time for the others is not lost
             self.failure = reason(error)
 
@@ -213,7 +220,9 @@ class Bench:
             inputs = jax.eval_shape(make, jax.random.key(0))
             touched = min(touched, tree_bytes(inputs))
             count = sets_beyond_cache(touched, tree_bytes(inputs))
-            fitting = calls_that_fit(tree_bytes(jax.eval_shape(function, *inputs)), calls or enough_calls(least, count))
+            jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*inputs)
+            job.chosen = not kernels and "dot_general" in str(jaxpr)  # ours are compiled as they are
+            fitting = calls_that_fit(tree_bytes(results), calls or enough_calls(least, count))
             calls = self._calls or fitting
             job.sets = min(count, 2 * calls)
             job.touched = job.sets * touched

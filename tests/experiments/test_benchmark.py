@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 import types
 
 import jax
@@ -81,7 +82,10 @@ def test_every_suite_has_rows_of_every_column(file_and_suites):
     assert [column["key"] for column in results["columns"]] == [column["key"] for column in measure.COLUMNS]
     assert [*dict.fromkeys(row["suite"] for row in results["rows"])] == ["ceilings", *chosen, "compared with"]
     ours = [row for row in results["rows"] if row["suite"] in suites.SUITES]
-    assert all(row["time"] == pytest.approx(1000.0) and row["remarks"] == "" for row in ours)
+    # By the stand-in's clock the larger of the tiny products are faster than the ceiling, a tiny product too.
+    possible = [row for row in ours if row["time"] != limits.FASTER_THAN_MATMULS]
+    assert all(row["time"] == pytest.approx(1000.0) for row in possible) and len(possible) > len(ours) / 2
+    assert all(limits.FASTER_THAN_MATMULS in row["remarks"] for row in ours if row["remarks"] or row not in possible)
     assert {row["b300"] for row in ours} == {None, "compiled, not run"}
 
 
@@ -246,6 +250,33 @@ def test_batches_are_measured_in_order_as_long_as_there_is_time(monkeypatch, no_
     assert [c.name for c, _ in bench_of().rows(asked)] == list("01234")
     answers = iter([True] * 5 + [False])  # one question before each batch and each case
     assert [c.name for c, _ in bench_of().rows(asked, lambda: next(answers))] == list("012")
+
+
+def test_what_xla_chooses_by_timing_compiles_alone(monkeypatch, no_arrays):
+    """Four products and four sums: no two products at once, and a sum beside another job."""
+    running, seen = [], []
+
+    class Slow(Programs):
+        def __init__(self, function, sets, **settings):
+            super().__init__(function, sets, **settings)
+            self.kind = function(2.0)
+
+        def compile(self):
+            running.append(self.kind)
+            seen.append(list(running))
+            time.sleep(0.02)
+            running.remove(self.kind)
+
+    def product(x):
+        return "product" if isinstance(x, float) else jnp.dot(x, x)
+
+    def total(x):
+        return "sum" if isinstance(x, float) else x + x
+
+    monkeypatch.setattr(measure.os, "cpu_count", lambda: 8)
+    for _ in bench_of(Slow).rows([case(function=function, flops=0) for function in (product, total) * 4]):
+        pass
+    assert len(seen) == 8 and max(each.count("product") for each in seen) == 1 and max(map(len, seen)) > 1
 
 
 # 1.07 GB of keys and values read by an H200 that was measured to read 4.5 TB/s and to multiply 700 TFLOP/s.
