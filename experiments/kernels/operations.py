@@ -5,7 +5,7 @@ The part of the model that an operation belongs to is the innermost `jax.named_s
 XLA starts many kernels together, as a CUDA graph, and the profile then names the graph in place of the operation. What is left to
 go by: the scope that the whole graph shares, if it has one; the name of a fusion's kernel, which is that of one of the operations
 with its code; and for a Mosaic kernel, which many operations share, the parts of those that it can be, where these agree, or else
-their order, if one loop or one program runs them all.
+their order, if one loop or one program runs them all, or a program with one loop.
 
 A kernel in a wrong part is worse than one in none. So whatever else the profile tells has to agree: fusions of one code in
 several parts, a launch too many or out of turn, launches at the same time, and a turn that could as well begin elsewhere leave
@@ -18,13 +18,14 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)")
 _METADATA = re.compile(r",? metadata=\{[^}]*\}")
 _PATH = re.compile(r'op_name="([^"]*)"')
 _FUSION = re.compile(r" fusion\(.*\bcalls=%?([\w.\-]+)")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_LOOP = re.compile(r" while\(.*\bbody=%?([\w.\-]+)")
 _MOSAIC = 'custom_call_target="mosaic_gpu'
 _MOSAIC_KERNEL = re.compile(r"(\w+)_mosaic_gpu_kernel")
 PARTS = ("embed", "attention", "moe", "mlp", "head", "sample", "optimizer", "pack")
@@ -82,12 +83,15 @@ class Operations:
       paths: path of each instruction by name, "" of one that has none.
       mosaic: computation (a loop's body, the whole program) of each instruction that runs a Mosaic kernel, by name, in the order
         in which they run.
+      order: those instructions in the order in which the whole program runs them, a loop's body once; empty where it cannot be
+        told.
       code: what each fusion computes, by name. XLA may give two of the same code one kernel.
       module: the program's name, "" where it does not matter.
     """
 
     paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
     mosaic: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    order: Sequence[str] = ()
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
     module: str = ""
 
@@ -96,25 +100,39 @@ class Operations:
         """Reads the text of a compiled program."""
         paths, mosaic, called, bodies = {}, {}, {}, collections.defaultdict(list)
         inside: dict[str, str] = {}  # by computation, which the text has before its caller: what runs a Mosaic kernel in it
-        computation = ""
+        loops: dict[str, str] = {}  # by instruction, what it repeats
+        steps: dict[str, list[str]] = collections.defaultdict(list)  # of a computation: loops and Mosaic kernels
+        computation = entry = ""
         for line in compiled_text.splitlines():
             if (begins := _COMPUTATION.match(line)) is not None:
                 computation = begins[1]
+                entry = computation if line.startswith("ENTRY") else entry
             elif (instruction := _INSTRUCTION.match(line)) is not None:
                 name, path, rest = instruction[1], _PATH.search(line), _METADATA.sub("", instruction[2])
                 paths[name] = path[1] if path else ""
                 bodies[computation].append(f"%{name} = {rest}")
                 if _MOSAIC in rest:
                     mosaic[name], inside[computation] = computation, name
+                if (loop := _LOOP.search(rest)) is not None:
+                    loops[name] = loop[1]
                 if (fusion := _FUSION.search(rest)) is not None:
                     called[name] = fusion[1]
                     if fusion[1] in inside:
                         # A kernel that reads or writes a slice: what runs, and what a profile names, is the fusion around it.
                         mosaic[name], paths[name] = computation, paths[inside[fusion[1]]]
+                if name in loops or name in mosaic:
+                    steps[computation].append(name)
         mosaic = {name: where for name, where in mosaic.items() if where not in called.values()}
         code = {name: _without_names(bodies[body]) for name, body in called.items()}
         module = re.match(r"HloModule ([^\s,]+)", compiled_text)
-        return cls(paths, mosaic, code, module[1] if module else "")
+
+        def run(computation: str) -> Iterator[str]:
+            for name in steps[computation]:
+                yield from run(loops[name]) if name in loops else [name]
+
+        order = tuple(run(entry))
+        told = sorted(order) == sorted(mosaic)  # all, and each once
+        return cls(paths, mosaic, order if told else (), code, module[1] if module else "")
 
     def paths_of(self, launches: Sequence[Launch]) -> list[str]:
         """The path of each launch of one GPU, in the order in which they started; "" where it cannot be told."""
@@ -126,7 +144,9 @@ class Operations:
                 return launch.path
             if launch.instruction in self.paths:
                 return self.paths[launch.instruction]
-            return graphs.by_order.get(i) or (mosaic(launch.mosaic) if launch.mosaic else fusion(launch.kernel))
+            if not launch.mosaic:
+                return fusion(launch.kernel)
+            return graphs.by_order.get(i) or graphs.by_program.get(i) or mosaic(launch.mosaic)
 
         return [path(i, launch) for i, launch in enumerate(launches)]
 
@@ -183,12 +203,35 @@ class _Graphs:
                 (i, each)
                 for kernel in kernels
                 for i, each in self.mosaic[kernel]
-                if each.instruction in turn or each.instruction not in self.operations.paths
+                if each.instruction in turn or self._is_in_graph(each)
             )
             if len(times) == 1 and self._is_turn(turn, [each for _, each in ran]):
                 paths = itertools.cycle(self.operations.paths[each] for each in turn)
                 found |= {i: path for (i, _), path in zip(ran, paths, strict=False)}
         return found
+
+    @functools.cached_property
+    def by_program(self) -> dict[int, str]:
+        """Paths by number, of Mosaic kernels of several computations: a program that ran once, with one loop of known turns."""
+        found = {}
+        for kernel in self.unseen:
+            order = [each for each in self.operations.order if self._kernel(each) == kernel]
+            expected, repeated = [], []
+            for computation, turn in itertools.groupby(order, key=self.operations.mosaic.get):
+                times = self._runs[computation]
+                if len(times) != 1:
+                    break
+                expected += list(turn) * max(times)
+                repeated += [computation] * (times != {1})
+            else:
+                ran = [(i, each) for i, each in self.mosaic[kernel] if each.instruction in order or self._is_in_graph(each)]
+                # Two that are repeated, or one around another's turns, may take turns with each other.
+                if len(repeated) <= 1 and len(ran) == len(expected) and self._fit(expected, [each for _, each in ran]):
+                    found |= {i: self.operations.paths[each] for (i, _), each in zip(ran, expected, strict=True)}
+        return found
+
+    def _is_in_graph(self, launch: Launch) -> bool:
+        return launch.instruction not in self.operations.paths
 
     def _kernel(self, operation: str) -> str:
         # The last two pieces are the kernel's own name and JAX's primitive.
@@ -204,7 +247,7 @@ class _Graphs:
         return [each for each, where in self.operations.mosaic.items() if where == computation]
 
     def _in_graphs(self, kernel: str) -> list[Launch]:
-        return [each for _, each in self.mosaic[kernel] if each.instruction not in self.operations.paths]
+        return [each for _, each in self.mosaic[kernel] if self._is_in_graph(each)]
 
     @functools.cached_property
     def _runs(self) -> dict[str, set[int]]:
@@ -233,8 +276,17 @@ class _Graphs:
 
     def _is_turn(self, turn: list[str], launches: Sequence[Launch]) -> bool:
         """Whether the launches can be these operations, over and over, in one way alone."""
+        if not self._fit(itertools.cycle(turn), launches):
+            return False
+        marks = [(self._kernel(each), each if self.seen[each] else "") for each in turn]
+        parts = [self._part(each) for each in turn]
+        rotated = lambda of, by: of[by:] + of[:by]  # noqa: E731
+        return all(rotated(marks, by) != marks or rotated(parts, by) == parts for by in range(1, len(turn)))
+
+    def _fit(self, operations: Iterable[str], launches: Sequence[Launch]) -> bool:
+        """Whether the launches can be these operations, one after the other."""
         middles: dict[str, float] = {}
-        for launch, operation in zip(launches, itertools.cycle(turn), strict=False):
+        for launch, operation in zip(launches, operations, strict=False):
             part = self._part(operation)
             instruction = launch.instruction if launch.instruction in self.operations.paths else ""
             if (launch.mosaic, instruction) != (self._kernel(operation), operation if self.seen[operation] else ""):
@@ -245,10 +297,7 @@ class _Graphs:
             if any(launch.start <= middle for other, middle in middles.items() if other != part):
                 return False
             middles[part] = max((launch.start + launch.end) / 2, middles.get(part, -math.inf))
-        marks = [(self._kernel(each), each if self.seen[each] else "") for each in turn]
-        parts = [self._part(each) for each in turn]
-        rotated = lambda of, by: of[by:] + of[:by]  # noqa: E731
-        return all(rotated(marks, by) != marks or rotated(parts, by) == parts for by in range(1, len(turn)))
+        return True
 
 
 def _without_names(lines: Iterable[str]) -> str:

@@ -218,6 +218,57 @@ def test_gradients_that_could_be_of_two_parts_are_of_none():
     assert found == ["other" if unsure else part for part, unsure in zip(parts, dense, strict=True)]
 
 
+def _sampler(*, seen, turns=16, prefill=()):
+    """A real sampler's operations, and launches of its prefill and of so many decoded tokens, with their parts. `seen` are the
+    numbers of a turn's matmuls that run outside of graphs, `prefill` those of the prefill's."""
+    operations = ops.Operations.of((Path(__file__).parent.parent / "data/hlo/sample_bf16_h200.txt").read_text())
+    main = [name for name, where in operations.mosaic.items() if where.startswith("main")]
+    loop = [name for name in operations.mosaic if name not in main]
+    events, parts = [], []
+    for number, names in enumerate([main, *[loop] * turns]):
+        for i, name in enumerate(names):
+            graph = _GRAPH if i not in (seen if number else prefill) else dict(hlo_op=name)
+            path = operations.paths[name]
+            events.append(_event(f"{path.split('/')[-2]}_mosaic_gpu_kernel", 10 * len(events), 5, **graph))
+            parts.append(ops.part_of(path))
+    return events, operations, parts
+
+
+def test_a_decoded_tokens_matmuls_in_graphs_follow_the_prefills():
+    """The head's matmul has the kernel of attention's, in the loop of tokens and, attention's alone, in the prefill before it."""
+    events, operations, parts = _sampler(seen=(2, 4, 6), prefill=(1, 5))
+    assert collections.Counter(parts) == {"attention": 4 + 4 * 16, "moe": 4 + 4 * 16, "head": 16}
+    assert _parts(events, operations) == parts
+    # All of the prefill's outside.
+    events, operations, parts = _sampler(seen=(2, 4, 6), prefill=range(8))
+    assert _parts(events, operations) == parts
+
+
+@pytest.mark.parametrize("spoil", ["one lost", "one more", "no number of turns"])
+def test_a_decoded_tokens_matmuls_are_of_no_part_where_the_program_does_not_fit(spoil):
+    events, operations, parts = _sampler(seen=() if spoil == "no number of turns" else (2, 4, 6), prefill=(1, 5))
+    head = parts.index("head")
+    if spoil == "one lost":
+        del events[head], parts[head]
+    elif spoil == "one more":
+        events.append(_event("matmul_mosaic_gpu_kernel", 10 * len(events), 5, **_GRAPH))
+        parts.append("head")
+    assert "head" not in _parts(events, operations)
+
+
+@pytest.mark.parametrize(("letters", "expected"), [("ahah", "----"), ("aahh", "----"), ("ah", "ah")])
+def test_loops_that_take_turns_have_no_known_order(letters, expected):
+    """Two loops inside of a third, where each turn has a launch outside of graphs: turns may alternate, or not."""
+    paths = {"k.1": "f/attention/k/x", "a.1": "f/attention/a/x", "k.2": "f/head/k/x", "h.1": "f/head/h/x"}
+    operations = ops.Operations(paths, {"k.1": "A", "a.1": "A", "k.2": "B", "h.1": "B"}, order=list(paths))
+    events = []
+    for i, each in enumerate(letters):
+        events.append(_event(f"{each}_mosaic_gpu_kernel", 20 * i, 5, hlo_op=f"{each}.1"))
+        events.append(_event("k_mosaic_gpu_kernel", 20 * i + 10, 5, **_GRAPH))
+    letters = {"attention": "a", "moe": "m", "head": "h", "other": "-"}
+    assert "".join(letters[part] for part in _parts(events, operations)[1::2]) == expected
+
+
 def test_each_gpu_has_its_own_turns():
     """Those of two, launch by launch, are as many as of one that ran twice as often."""
     line = SimpleNamespace(name="Stream #1(Compute)", events=_stream("ahah", seen=(0, 2)))
