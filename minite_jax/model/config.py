@@ -15,7 +15,7 @@ class ModelConfig:
     """Shape of a Qwen3 or Llama-type model.
 
     Attributes:
-      vocab_size: V, rows of the embedding (a padded vocabulary counts whole).
+      vocab_size: V, rows of the embedding. A padded vocabulary counts whole: its ids have probabilities and can be sampled.
       hidden_size: D.
       num_hidden_layers: number of layers.
       num_attention_heads: H.
