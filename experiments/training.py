@@ -154,7 +154,7 @@ class Run:
             exact = sum(row[names.GAP_EXACT_FRACTION] * row[names.TOKENS_COMPARED] for row in rows) / tokens
             print(
                 f"gap between sampler and learner over {len(rows)} updates, {tokens:.0f} tokens: largest "
-                f"{max(row[names.GAP_MAX] for row in rows):.3g} nats, equal bits {100 * exact:.4g} %"
+                f"{np.max([row[names.GAP_MAX] for row in rows]):.3g} nats, equal bits {100 * exact:.4g} %"
             )
         print(f"plots: {', '.join(str(path) for path in plots)}")
 
@@ -293,12 +293,17 @@ class Run:
             checkpoint.save(self.workdir, self.step, self.state, self.config, keep=self.config.checkpoint.keep)
 
 
+def stored_config(folder: Path):
+    """The configuration that a folder's newest checkpoint was saved with."""
+    config = require("ml_collections", "experiments").ConfigDict(checkpoint.read_config(folder))
+    config.plot_beside = ""  # that run need not be here
+    return config
+
+
 def stored_run(folder: Path) -> Run:
     """The run of a folder as its newest checkpoint left it, by the configuration that it was saved with: for whoever reads it and
     trains no further."""
-    config = require("ml_collections", "experiments").ConfigDict(checkpoint.read_config(folder))
-    config.plot_beside = ""  # that run need not be here
-    return Run(config, folder)
+    return Run(stored_config(folder), folder)
 
 
 def finished_run(folder: Path, config=None) -> Run:

@@ -76,7 +76,7 @@ def write_results(
         The content of the file, as `read_results` gives it.
 
     Raises:
-        ResultsError: something is missing, unknown, or of the wrong type; says where.
+        ResultsError: something is missing, unknown, or of the wrong type; says where. Or there can be no such folder.
     """
     path = Path(path)
     results = {
@@ -89,7 +89,12 @@ def write_results(
         "notes": notes,
     } | ({} if sections is None else {"sections": sections})
     _check(str(path), results)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultsError(
+            f"cannot make the folder {path.parent}: {error.strerror}; name another folder for {path.name}"
+        ) from error
     with replaced(path) as unfinished:
         unfinished.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     return _decoded(results)

@@ -1,5 +1,5 @@
 import json
-import types
+import math
 
 import pytest
 from absl.testing import flagsaver
@@ -9,7 +9,7 @@ from experiments import run_table
 from minite_jax.errors import UserError
 from minite_jax.metrics import names
 from minite_jax.metrics.results import read_results
-from minite_jax.model import tiny_moe
+from minite_jax.metrics.writer import encode_scalar
 
 
 def _update(step, tokens, gap, reward):
@@ -39,25 +39,77 @@ def test_what_a_stretch_of_updates_came_to():
     assert (whole["reward"], whole["learner"], whole["greedy"]) == (0.5, 30.0, 0.75)
 
 
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(
+    "column, name",
+    [("gap_max", names.GAP_MAX), ("exact", names.GAP_EXACT_FRACTION), ("sampler", names.SAMPLER_SPEED)],
+)
+def test_a_figure_that_is_no_number_does_not_vanish(place, column, name):
+    rows = [_update(step, 10, 0.0, 0.0) for step in range(3)]
+    rows[place][name] = math.nan
+    assert math.isnan(run_table.stretches(rows, 20)[-1][column])
+
+
+def test_no_token_compared():
+    assert run_table.stretches([_update(0, 0, 0.0, 0.0)], 1)[0]["exact"] == ""
+
+
 @pytest.fixture
 def run_folder(tmp_path, monkeypatch):
     """A run's metrics; its checkpoint is another test's matter."""
-    setup = types.SimpleNamespace(model=tiny_moe(), recipe=types.SimpleNamespace(name="nvfp4"))
-    run = types.SimpleNamespace(setup=setup, config=quickstart.get_config())
-    monkeypatch.setattr(run_table, "stored_run", lambda folder: run)
+    config = quickstart.get_config()
+    config.rl.steps = 3
+    monkeypatch.setattr(run_table, "stored_config", lambda folder: config)
     with flagsaver.flagsaver(workdir=str(tmp_path), results_dir=str(tmp_path), name="a_run", every=2):
         yield tmp_path
 
 
+def _record(folder, rows):
+    lines = [json.dumps({key: encode_scalar(value) for key, value in row.items()}) + "\n" for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+
+
 def test_the_file_can_be_read_again(run_folder):
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    _record(run_folder, ROWS)
     run_table.main([])
     table = read_results(run_folder / "a_run.json")
     assert [row["updates"] for row in table["rows"]] == ["none yet", "2 to 3", "4", "all"]
     assert "2 layers of width 64, 8 experts, head dimension 16, 256 words" in table["notes"]
+    assert "The run goes on" not in table["notes"] and "not applied" not in table["notes"]
+
+
+def test_of_a_run_that_goes_on_the_updates_so_far(run_folder):
+    _record(run_folder, [*ROWS[:3], _update(3, 10, math.nan, 0.5) | {"update_applied": 0.0}])
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "phase": "r')  # is being written
+    run_table.main([])
+    table = read_results(run_folder / "a_run.json")
+    assert table["rows"][-1]["tokens"] == 40 and math.isnan(table["rows"][-1]["gap_max"])
+    assert table["notes"].endswith(
+        " The run goes on: 2 of 3 updates. Updates not applied, because a gradient or a new weight was not finite: 1."
+    )
+
+
+@pytest.mark.parametrize("value", [None, "absent"])
+def test_metrics_of_another_version(run_folder, value):
+    _record(run_folder, [*ROWS[:4], {key: item for key, item in ROWS[4].items() if key != names.SAMPLER_SPEED}])
+    if value is None:
+        _record(run_folder, [*ROWS[:4], ROWS[4] | {names.SAMPLER_SPEED: None}])
+    with pytest.raises(UserError, match="the metrics of step 4 have no number tokens_per_second/sampler: another version"):
+        run_table.main([])
 
 
 def test_a_run_without_updates(run_folder):
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
+    _record(run_folder, [{names.STEP: 0}, *ROWS[1:2]])
     with pytest.raises(UserError, match="no update of reinforcement learning yet"):
+        run_table.main([])
+
+
+def test_a_file_in_the_folders_place(run_folder):
+    _record(run_folder, ROWS)
+    taken = run_folder / "metrics.jsonl"
+    with (
+        flagsaver.flagsaver(results_dir=str(taken)),
+        pytest.raises(UserError, match=f"cannot make the folder {taken}: File exists"),
+    ):
         run_table.main([])
