@@ -129,8 +129,7 @@ def rounds_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder
 @functools.cache
 def minutes_flag(flag_values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
     """Defines `--minutes`, after which a script begins nothing new; a second call gives the same flag."""
-    help = "Start nothing new after so many minutes; run again to go on."
-    return flags.DEFINE_float("minutes", None, help, flag_values=flag_values)
+    return flags.DEFINE_float("minutes", None, "Start nothing new after so many minutes.", flag_values=flag_values)
 
 
 @functools.cache

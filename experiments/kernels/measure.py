@@ -376,5 +376,5 @@ def missing_words(asked: Sequence[Case], chosen: Sequence[Case], done: Sequence[
 
     not_chosen, not_done = counted(asked, chosen), counted(chosen, done)
     lines = [f"**Not in this table**: {not_done}: {why}."] if not_done else []
-    lines += [f"**Left out** by --match={match}: {not_chosen}."] if not_chosen else []
+    lines += [f"**Left out** by `--match={match}`: {not_chosen}."] if not_chosen else []
     return "\n".join(lines)

@@ -355,7 +355,7 @@ def test_a_table_says_what_is_not_in_it(tmp_path):
     path = tmp_path / "x.json"
     with stand_ins(path, only=["dense", "decode"], match="^dense.*fp8|^dense.*bf16"):
         benchmark.main(["benchmark", "kernels"])
-    words = "**Left out** by --match=^dense.*fp8|^dense.*bf16: dense (3 of 5 cases), decode (all 3 cases).\n\nOn a Hopper"
+    words = "**Left out** by `--match=^dense.*fp8|^dense.*bf16`: dense (3 of 5 cases), decode (all 3 cases).\n\nOn a Hopper"
     assert read_results(path)["notes"].startswith(words)
     with stand_ins(path, only=["dense", "decode"], minutes=0.0):
         benchmark.main(["benchmark", "kernels"])
