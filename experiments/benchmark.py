@@ -10,8 +10,8 @@
 `--out` is the file to write: docs/benchmarks/COMMAND_DEVICE.json if not given (with --quick runs/COMMAND_quick.json), for `tune`
 the table that the kernels read. `tune` takes half a minute to a minute for each kernel and shape, and goes on where it stopped.
 
-`kernels` measures short cases first, and none after `--minutes`; `--match` leaves out cases. The table says what is not in it, and
-a new run begins a new one.
+`kernels` measures short cases first, and none after `--minutes`; `--match` leaves out cases. The table says what is not in it; a
+new run begins a new one.
 
 `kernels` writes a result file from which `experiments.tables` makes the page, and prints it as tables. Each case has its time and
 speed, the share of what this GPU was measured to do in the same run, and the times of others beside it: cuBLAS in bf16 and fp8,
