@@ -41,7 +41,7 @@ def get_config() -> ml_collections.ConfigDict:
             ),  # fmt: skip
             # Leading and trailing layers in plain precision; -1: as the recipe says.
             recipe=dict(name="nvfp4", first_plain=-1, last_plain=-1),
-            task=dict(name="digit_sum", num_digits=5, working_share=0.25, max_shots=0),
+            task=dict(name="digit_sum", num_digits=5, working_share=0.25),
             sft=dict(
                 steps=400,
                 batch_size=128,

@@ -1,10 +1,10 @@
 """A run's figures as a result file: what each stretch of its updates came to.
 
-    python -m experiments.run_table --workdir=runs/quickstart_gpu --name=quickstart_gpu --results_dir=docs/benchmarks
+    python -m experiments.run_table --workdir=runs/quickstart_gpu --results_dir=docs/benchmarks
 
-Reads the run's configuration and `metrics.jsonl`; writes NAME.json, from which `experiments.tables` makes the table. Call it
-where the run was made: the device and the versions beside the figures are those of this process. Of a run that goes on it tells
-the updates so far, and says how many there will be.
+Reads the run's configuration and `metrics.jsonl`; writes a JSON file with the name of the run's folder, from which
+`experiments.tables` makes the table. Call it where the run was made: the device and the versions beside the figures are those of
+this process. Of a run that goes on it tells the updates so far, and says how many there will be.
 """
 
 from pathlib import Path
@@ -22,7 +22,6 @@ from minite_jax.metrics.results import write_results
 from minite_jax.metrics.writer import read_metrics
 
 _WORKDIR = cli.workdir_flag()
-_NAME = flags.DEFINE_string("name", None, "Name of the result file; without it, the workdir's.")
 _TITLE = flags.DEFINE_string("title", None, "Title of the table; without it, the recipe is named.")
 _EVERY = flags.DEFINE_integer("every", 20, "Updates that are a row.", lower_bound=1)
 _RESULTS = cli.results_dir_flag()
@@ -119,7 +118,7 @@ def main(argv):
     folder = Path(_WORKDIR.value)
     rows, config = _checked(folder), stored_config(folder)
     setup = build(config)
-    name, model = _NAME.value or folder.resolve().name, setup.model
+    name, model = folder.resolve().name, setup.model
     updates = [row for row in rows if row.get(names.PHASE) == "rl"]
     path = Path(_RESULTS.value or "docs/benchmarks") / f"{name}.json"
     write_results(

@@ -60,7 +60,7 @@ def run_folder(tmp_path, monkeypatch):
     config = quickstart.get_config()
     config.rl.steps = 3
     monkeypatch.setattr(run_table, "stored_config", lambda folder: config)
-    with flagsaver.flagsaver(workdir=str(tmp_path), results_dir=str(tmp_path), name="a_run", every=2):
+    with flagsaver.flagsaver(workdir=str(tmp_path), results_dir=str(tmp_path), every=2):
         yield tmp_path
 
 
@@ -72,7 +72,7 @@ def _record(folder, rows):
 def test_the_file_can_be_read_again(run_folder):
     _record(run_folder, ROWS)
     run_table.main([])
-    table = read_results(run_folder / "a_run.json")
+    table = read_results(run_folder / f"{run_folder.name}.json")
     assert [row["updates"] for row in table["rows"]] == ["none yet", "2 to 3", "4", "all"]
     assert "2 layers of width 64, 8 experts, head dimension 16, 256 words" in table["notes"]
     assert "The run goes on" not in table["notes"] and "not applied" not in table["notes"]
@@ -83,7 +83,7 @@ def test_of_a_run_that_goes_on_the_updates_so_far(run_folder):
     with (run_folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "phase": "r')  # is being written
     run_table.main([])
-    table = read_results(run_folder / "a_run.json")
+    table = read_results(run_folder / f"{run_folder.name}.json")
     assert table["rows"][-1]["tokens"] == 40 and math.isnan(table["rows"][-1]["gap_max"])
     assert table["notes"].endswith(
         " The run goes on: 2 of 3 updates. Updates not applied, because a gradient or a new weight was not finite: 1."
