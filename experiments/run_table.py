@@ -19,6 +19,7 @@ from experiments.training import stored_config
 from minite_jax.errors import UserError
 from minite_jax.metrics import names
 from minite_jax.metrics.results import write_results
+from minite_jax.metrics.summary import run_gap
 from minite_jax.metrics.writer import read_metrics
 
 _WORKDIR = cli.workdir_flag()
@@ -53,7 +54,7 @@ def stretches(rows: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
       rows: of `read_metrics`; those of reinforcement learning count.
       every: updates of a row.
     """
-    updates = [row for row in rows if row.get(names.PHASE) == "rl"]
+    updates = _updates(rows)
     warmup = [row for row in rows if row.get(names.PHASE) == "sft" and names.ACCURACY_GREEDY in row][-1:]
     parts = [updates[start : start + every] for start in range(0, len(updates), every)]
     told = [_row(" to ".join(dict.fromkeys(str(row[names.STEP]) for row in (part[0], part[-1]))), part) for part in parts]
@@ -61,17 +62,21 @@ def stretches(rows: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
     return [*before, *told, _row("all", updates)]
 
 
+def _updates(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row.get(names.PHASE) == "rl"]
+
+
 def _row(what: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     def column(name: str) -> np.ndarray:
         return np.asarray([row[name] for row in rows], np.float64)
 
-    tokens = column(names.TOKENS_COMPARED)
+    gap = run_gap(rows)
     # NumPy's, because a NaN must not vanish: Python's `max` and `sorted` order it by chance.
     return {
         "updates": what,
-        "tokens": int(tokens.sum()),
-        "gap_max": float(column(names.GAP_MAX).max()),
-        "exact": float((column(names.GAP_EXACT_FRACTION) * tokens).sum() / tokens.sum()) if tokens.any() else "",
+        "tokens": gap.tokens,
+        "gap_max": gap.largest,
+        "exact": gap.equal_bits if gap.tokens else "",
         "reward": float(column(names.REWARD_MEAN).mean()),
         "entropy": float(column(names.ENTROPY).mean()),
         "grad_norm": float(column(names.GRAD_NORM).max()),
@@ -93,10 +98,9 @@ def _checked(folder: Path) -> list[dict[str, Any]]:
       UserError: there are none of reinforcement learning, or an update lacks some.
     """
     rows = read_metrics(folder)
-    updates = [row for row in rows if row.get(names.PHASE) == "rl"]
-    if not updates:
+    if not _updates(rows):
         raise UserError(f"--workdir={folder}: the run has no update of reinforcement learning yet: train on")
-    for row in updates:
+    for row in _updates(rows):
         if missing := [name for name in NEEDED if not isinstance(row.get(name), int | float)]:
             raise UserError(
                 f"--workdir={folder}: the metrics of step {row[names.STEP]} have no number {missing[0]}: another version of the "
@@ -119,7 +123,6 @@ def main(argv):
     rows, config = _checked(folder), stored_config(folder)
     setup = build(config)
     name, model = folder.resolve().name, setup.model
-    updates = [row for row in rows if row.get(names.PHASE) == "rl"]
     path = Path(_RESULTS.value or "docs/benchmarks") / f"{name}.json"
     write_results(
         path,
@@ -131,7 +134,7 @@ def main(argv):
         notes=f"{model.num_hidden_layers} layers of width {model.hidden_size}, {model.num_experts} experts, head dimension "
         f"{model.head_dim}, {model.vocab_size:,} words; task {config.task.name}; {config.rl.prompts} prompts x "
         f"{config.sampler.samples} samples an update. Gap: |log-prob when sampled - log-prob in the update|. Held out: what the "
-        f"last evaluation of a row's updates gave.{_progress(updates, config.rl.steps)}",
+        f"last evaluation of a row's updates gave.{_progress(_updates(rows), config.rl.steps)}",
     )
     print(f"wrote {path}")
 

@@ -21,6 +21,7 @@ from minite_jax.errors import UserError
 from minite_jax.metrics import names
 from minite_jax.metrics.provenance import provenance
 from minite_jax.metrics.results import write_results
+from minite_jax.metrics.summary import run_gap
 from minite_jax.metrics.writer import decode_scalar, encode_scalar, read_metrics
 
 _CONFIG = cli.config_flag()
@@ -107,7 +108,7 @@ def summarize(seed: int, evaluations: dict[str, dict], workdir: Path) -> list[di
     rows = []
     for arm, label in ARMS.items():
         after = evaluations[arm]
-        gaps = [row for row in read_metrics(workdir / f"seed{seed}" / arm) if names.GAP_MAX in row]
+        gap = run_gap(read_metrics(workdir / f"seed{seed}" / arm))
         rows.append(
             {
                 "seed": str(seed),
@@ -119,8 +120,8 @@ def summarize(seed: int, evaluations: dict[str, dict], workdir: Path) -> list[di
                 "greedy_after": after[names.ACCURACY_GREEDY],
                 "working_before": before["eval/working"],
                 "working_after": after["eval/working"],
-                "gap_max": max((row[names.GAP_MAX] for row in gaps), default=None),
-                "tokens_compared": sum(int(row[names.TOKENS_COMPARED]) for row in gaps) or None,
+                "gap_max": None if gap is None else gap.largest,
+                "tokens_compared": None if gap is None else gap.tokens or None,
             }
         )
     return rows

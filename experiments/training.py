@@ -21,6 +21,7 @@ from minite_jax.files import replaced
 from minite_jax.learner import TrainState, init_state
 from minite_jax.metrics import names
 from minite_jax.metrics.plots import plot_metrics
+from minite_jax.metrics.summary import run_gap
 from minite_jax.metrics.writer import FILE_NAME, make_writer, read_metrics
 from minite_jax.model import init_params, pack
 from minite_jax.optional import require
@@ -147,14 +148,11 @@ class Run:
         labels = (f"{self.setup.engine} sampler", f"{self._beside_engine} sampler")
         about = f"recipe {self.setup.recipe.name}"
         plots = plot_metrics(self.workdir, also=self.config.plot_beside or None, labels=labels, about=about)
-        rows = [row for row in read_metrics(self.workdir) if names.GAP_MAX in row]
         print(f"held-out: {_short(self._evaluate())}")
-        if rows:
-            tokens = sum(row[names.TOKENS_COMPARED] for row in rows)
-            exact = sum(row[names.GAP_EXACT_FRACTION] * row[names.TOKENS_COMPARED] for row in rows) / tokens
+        if (gap := run_gap(read_metrics(self.workdir))) is not None:
             print(
-                f"gap between sampler and learner over {len(rows)} updates, {tokens:.0f} tokens: largest "
-                f"{np.max([row[names.GAP_MAX] for row in rows]):.3g} nats, equal bits {100 * exact:.4g} %"
+                f"gap between sampler and learner over {gap.updates} updates, {gap.tokens} tokens: largest "
+                f"{gap.largest:.3g} nats, equal bits {100 * gap.equal_bits:.4g} %"
             )
         print(f"plots: {', '.join(str(path) for path in plots)}")
 

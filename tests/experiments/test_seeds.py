@@ -26,7 +26,8 @@ class FakeRun:
         if self.config.rl.steps and len(self.calls) <= 4:
             writer = JsonlWriter(self.workdir)
             for step in range(2):
-                writer.write(step, {names.GAP_MAX: 0.25 * step, names.TOKENS_COMPARED: 10.0})
+                gap = {names.GAP_MAX: 0.25 * step, names.GAP_EXACT_FRACTION: float(step == 0)}
+                writer.write(step, gap | {names.TOKENS_COMPARED: 10.0})
             writer.close()
         elif len(self.calls) <= 4:
             JsonlWriter(self.workdir).close()
