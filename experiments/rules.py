@@ -46,15 +46,18 @@ _AT_ONCE = flags.DEFINE_integer(
 _RESULTS = cli.results_dir_flag()
 cli.revision_flag()
 
-COLUMNS = [
-    {"key": "recipe", "label": "recipe", "unit": ""},
-    {"key": "nll", "label": "negative log-likelihood", "unit": "nats/token"},
-    {"key": "perplexity", "label": "perplexity", "unit": ""},
-    {"key": "more", "label": "above the first recipe", "unit": "nats/token"},
-    {"key": "low", "label": "95 % from", "unit": "nats/token"},
-    {"key": "high", "label": "to", "unit": "nats/token"},
-    {"key": "seconds", "label": "time", "unit": "s"},
-]
+
+def columns(first: str) -> list[dict[str, str]]:
+    """Of the table; `first` is the recipe that the others are compared with."""
+    return [
+        {"key": "recipe", "label": "recipe", "unit": ""},
+        {"key": "nll", "label": "negative log-likelihood", "unit": "nats/token"},
+        {"key": "perplexity", "label": "perplexity", "unit": ""},
+        {"key": "more", "label": f"above {first}", "unit": "nats/token"},
+        {"key": "low", "label": "95 % from", "unit": "nats/token"},
+        {"key": "high", "label": "to", "unit": "nats/token"},
+        {"key": "seconds", "label": "time", "unit": "s"},
+    ]
 
 
 def python_reference() -> tuple[str, str]:
@@ -173,7 +176,7 @@ def main(argv: list[str]) -> None:
         path_written,
         name=path_written.stem,
         title=f"Negative log-likelihood of {path.name} under each recipe",
-        columns=[column | ({"label": f"above {recipes[0].name}"} if column["key"] == "more" else {}) for column in COLUMNS],
+        columns=columns(recipes[0].name),
         rows=compared_rows(nll, seconds),
         provenance=cli.origin(),
         notes=f"Text: {source} ({len(text.encode('utf-8')):,} bytes, SHA-256 {digest}...; {len(ids):,} tokens), of which "

@@ -201,21 +201,21 @@ def draw(results: Mapping[str, Any], path: Path) -> Path:
     by_program: dict[str, list[dict]] = collections.defaultdict(list)
     for row in results["rows"]:
         by_program[row["program"]].append(row)
-    parts = {
+    times = {
         program: {row["part"]: row["time"] / 1e3 for row in rows if row["kernel"] == "all" or row["part"] == _IDLE}
         for program, rows in by_program.items()
     }
     in_order = [name for part in (*operations.PARTS, operations.OTHER) for name in (part, f"{part} backward")]
-    names = [*(name for name in in_order if any(name in each for each in parts.values())), _IDLE]
+    names = [*(name for name in in_order if any(name in each for each in times.values())), _IDLE]
     # A part and its backward have one colour, the backward is hatched.
     look = {name: dict(color=f"C{in_order.index(name) // 2 % 10}") for name in names if name != _IDLE}
     look[_IDLE] = dict(color="#dddddd")
     for name in names:
         look[name] |= dict(hatch="//" if name.endswith("backward") else "", edgecolor="white", linewidth=0.4)
     kinds: dict[str, list[str]] = collections.defaultdict(list)
-    for program in parts:
+    for program in times:
         kinds[program.split(",")[0]].append(program)
-    with new_figure(figure_figsize=(9, 2.2 + 1.1 * len(parts))) as figure:
+    with new_figure(figure_figsize=(9, 2.2 + 1.1 * len(times))) as figure:
         origin = results["provenance"]
         revision = origin["revision"][:12] + (" with local changes" if origin.get("dirty") else "")
         title = textwrap.fill(f"{results['title']}, revision {revision}", 90)
@@ -225,7 +225,7 @@ def draw(results: Mapping[str, Any], path: Path) -> Path:
             for y, program in enumerate(programs):
                 left = 0.0
                 for name in names:
-                    width = parts[program].get(name, 0.0)
+                    width = times[program].get(name, 0.0)
                     axes.barh(y, width, left=left, **look[name])
                     left += width
             axes.set_yticks(range(len(programs)), [program.split(", ", 1)[-1] for program in programs])

@@ -10,41 +10,16 @@ import jax.numpy as jnp
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from bench_parts import Programs, bench_of, case, ceilings_of, clock, timed
 
 from experiments import benchmark, tables
 from experiments.kernels import cases, ceilings, decode_suite, limits, measure, peers, suites
-from experiments.kernels.cases import BF16, COPY, FP8, READ, SHARE, VS_BF16, VS_FP8, Case, Other
+from experiments.kernels.cases import BF16, COPY, FP8, READ, SHARE, VS_BF16, VS_FP8, Other
 from experiments.kernels.peers import Measured, Peer, Peers
-from experiments.timing import Calls, Timing, TimingError
+from experiments.timing import Calls, TimingError
 from minite_jax.errors import UserError
 from minite_jax.metrics.results import read_results
 from pallas_kernels import shapes
-
-
-def clock(function, sets, **settings):
-    """Says a time without running anything. (The benchmark traced the function before: all that it calls is there and fits.)"""
-    return Timing(1e-3, 0.01, settings.get("repeats", 20), settings.get("calls", 8))
-
-
-class Programs:
-    """In place of `timing.Calls`: nothing is traced, compiled or run; keeps what it was asked for."""
-
-    made = []
-
-    def __init__(self, function, sets, **settings):
-        self.settings, self.sets = settings, sets
-        self.made.append(self)
-
-    def compile(self):
-        return self
-
-    def time(self, repeats, sets=None):
-        assert len(sets) == len(self.sets)
-        return clock(None, sets, repeats=repeats, calls=self.settings["calls"])
-
-
-def bench_of(programs=Programs, repeats=1, calls=2, **rates):
-    return measure.Bench(Peers(1, types.SimpleNamespace()), ceilings_of(**rates), programs, repeats, calls=calls)
 
 
 @contextlib.contextmanager
@@ -134,34 +109,12 @@ def test_a_case_of_ours_that_fails_is_said_at_the_end(tmp_path):
     assert fine["time"] == pytest.approx(1000.0)
 
 
-def case(**changes):
-    fields = dict(
-        suite="dense", name="copy", operands="", shape="", function=lambda x: x + 1, make=lambda key: (jnp.ones((256, 256)),),
-        flops=4e9, nbytes=3e6, ceiling=FP8,
-    )  # fmt: skip
-    return Case(**{**fields, **changes})
-
-
-def ceilings_of(**rates):
-    def ceiling(name, unit, rate):
-        measured = Measured() if rate is None else Measured(Timing(1.0, 0.0, 1, 1))
-        return ceilings.Ceiling(name, unit, {"somebody": (rate or 0.0, measured)})
-
-    rates = {"copy": 4e12, "read": 3e12, "bf16": 0.5e12, "fp8": 1e12} | rates
-    units = {COPY: "B", READ: "B", BF16: "FLOP", FP8: "FLOP"}
-    return {name: ceiling(name, unit, rates[name.split()[0]]) for name, unit in units.items()}
-
-
 def test_a_ceiling_is_the_fastest_of_what_was_tried():
     tried = {"large": (1e15, timed(1.4)), "small": (2.5e14, timed(0.3)), "failed": (1e15, Measured(failure="no"))}
     ceiling = ceilings.Ceiling(BF16, "FLOP", tried)
     assert ceiling.rate == pytest.approx(2.5e14 / 0.3) and ceiling.words() == "bf16 matmul 833 TFLOP/s"
     rows = measure.ceiling_rows({BF16: ceiling})
     assert [row["tflops"] for row in rows] == [pytest.approx(1e3 / 1.4), pytest.approx(250 / 0.3), None]
-
-
-def timed(seconds, host_share=0.0):
-    return Measured(Timing(seconds, 0.02, 20, 8, host_share))
 
 
 def test_a_row_is_computed_from_times():
@@ -221,11 +174,6 @@ def test_equal_peers_are_timed_once(monkeypatch):
     assert calls == [8, 9] and found[0].failure == "RuntimeError: not on this build" and others.version == "2.11"
 
 
-@pytest.fixture
-def no_arrays(monkeypatch):
-    monkeypatch.setattr(measure, "make_sets", lambda make, key, count: [jax.eval_shape(make, key)] * count)
-
-
 def test_jax_comparisons_are_timed_once(monkeypatch, no_arrays):
     monkeypatch.setattr(Programs, "made", [])
     bench = bench_of(calls=None)
@@ -274,74 +222,8 @@ def test_what_xla_chooses_by_timing_compiles_alone(monkeypatch, no_arrays):
         return "sum" if isinstance(x, float) else x + x
 
     monkeypatch.setattr(measure.os, "cpu_count", lambda: 8)
-    for _ in bench_of(Slow).rows([case(function=function, flops=0) for function in (product, total) * 4]):
-        pass
+    list(bench_of(Slow).rows([case(function=function, flops=0) for function in (product, total) * 4]))
     assert len(seen) == 8 and max(each.count("product") for each in seen) == 1 and max(map(len, seen)) > 1
-
-
-# 1.07 GB of keys and values read by an H200 that was measured to read 4.5 TB/s and to multiply 700 TFLOP/s.
-DECODE = dict(nbytes=1.0737e9, flops=1.7e10, ceiling=READ, ratios={VS_BF16: Peer("b", ())}, goals={SHARE: 0.8, VS_BF16: 0.5})
-H200 = dict(copy=4.2e12, read=4.5e12, bf16=700e12, fp8=1380e12)
-
-
-def gone_round(seconds, sets=2, nbytes=1.0737e9):
-    return dataclasses.replace(timed(seconds), cycled=sets * nbytes)
-
-
-def test_a_time_under_which_the_bytes_cannot_have_moved_is_no_measurement():
-    decode = case(**DECODE)
-    row = measure.case_row(decode, gone_round(259e-6), {VS_BF16: gone_round(178.4e-6)}, ceilings_of(**H200))
-    assert row[VS_BF16] == "faster than reading allows" and row["met"] is None and row[SHARE] == pytest.approx(92.1, abs=0.1)
-    assert row["remarks"] == "cuBLAS bf16: 178.4 us (spread 2 %) is faster than reading allows"
-    # Ours as well: no figure is made of it.
-    row = measure.case_row(decode, gone_round(178.4e-6), {VS_BF16: gone_round(259e-6)}, ceilings_of(**H200))
-    assert row["time"] == "faster than reading allows" and {row[key] for key in ("gbs", "tflops", SHARE, VS_BF16)} == {None}
-    assert row["met"] is None and measure.failures([row]) == [row]
-    # A goal that another figure misses is missed.
-    row = measure.case_row(decode, gone_round(400e-6), {VS_BF16: gone_round(178.4e-6)}, ceilings_of(**H200))
-    assert row["met"] is False
-
-
-@pytest.mark.parametrize("seconds", [1.0737e9 / 4.35e12, 1.0737e9 / 4.9e12])
-def test_within_the_tolerance_is_a_measurement(seconds):
-    assert limits.too_fast(case(**DECODE), gone_round(seconds), ceilings_of(**H200)) == ""
-
-
-def test_what_the_cache_can_hold_may_be_faster_than_memory():
-    small = case(**{**DECODE, "nbytes": 1e6, "flops": 0})
-    found, at_ten_terabytes = ceilings_of(**H200), 1e6 / 10e12
-    assert limits.too_fast(small, gone_round(at_ten_terabytes, 32, 1e6), found) == ""
-    assert limits.too_fast(small, gone_round(at_ten_terabytes, 200, 1e6), found) == limits.FASTER_THAN_READING
-
-
-@pytest.mark.parametrize(
-    ("ceiling", "key", "tflops", "words"),
-    [
-        (BF16, None, 730, ""),
-        (BF16, None, 740, limits.FASTER_THAN_MATMULS),
-        (FP8, None, 1400, ""),
-        (FP8, None, 1460, limits.FASTER_THAN_MATMULS),
-        (FP8, VS_FP8, 1400, ""),
-        (FP8, VS_BF16, 1400, limits.FASTER_THAN_MATMULS),  # it multiplies bfloat16
-        (BF16, VS_FP8, 1400, ""),
-    ],
-)
-def test_matmuls_have_the_limit_of_their_type(ceiling, key, tflops, words):
-    matmul = case(flops=1e12, nbytes=1e6, ceiling=ceiling)
-    assert limits.too_fast(matmul, timed(1 / tflops), ceilings_of(**H200), key) == words
-
-
-def test_without_ceilings_nothing_is_impossible():
-    nothing = ceilings_of(copy=None, read=None, bf16=None, fp8=None)
-    assert limits.too_fast(case(**DECODE), gone_round(1e-9), nothing) == ""
-    assert limits.too_fast(case(**DECODE), Measured(), ceilings_of(**H200)) == ""
-
-
-def test_an_impossible_comparison_has_no_time_in_its_own_row(no_arrays):
-    bench = bench_of(copy=1e9, read=1e9)  # of 300 MB, for which the stand-in says a millisecond
-    other = Other("other", lambda x: x, lambda key: (jnp.ones((1024, 1024, 64)),))
-    bench.row(case(nbytes=3e8, flops=0, make=other.make, ratios={"vs_unfused": other}))
-    assert [row["time"] for row in bench.other_rows()] == ["faster than reading allows"]
 
 
 def test_what_is_compared_says_what_it_holds():
